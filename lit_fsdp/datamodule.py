@@ -34,16 +34,10 @@ _STAGES = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "pr
 
 
 class CausalLMDataModule(LightningDataModule):
-    """Rows as padded or packed batches; its arguments are a recipe's ``data`` section.
+    """Rows as padded or packed batches; its arguments are the fields of :class:`lit_fsdp.config.data.DataConfig`.
 
     In somebody's own Trainer ``prepare_data`` tokenizes; the command line calls :meth:`prepare` before. All ranks read
     a data set on the hub at the commit that its name stood for on the first one.
-
-    Args:
-        **kwargs: The fields of :class:`lit_fsdp.config.data.DataConfig`.
-
-    Raises:
-        ConfigError: An unknown option or a wrong value.
     """
 
     def __init__(self, **kwargs: Any) -> None:
@@ -61,10 +55,7 @@ class CausalLMDataModule(LightningDataModule):
         self._position: dict[str, Any] | None = None
 
     def attach(self, tokenizer: PreTrainedTokenizerBase, seed: int, takes_pairs: bool | None = None) -> None:
-        """Set the model's tokenizer, and the run's seed, which orders rows if ``data.seed`` is null.
-
-        ``takes_pairs`` is whether the module trains on pairs of completions; None: rows of either kind are good.
-        """
+        """Set the model's tokenizer, the run's seed, and whether rows should be pairs of completions (None: any)."""
         self._tokenizer, self._seed, self._takes_pairs = tokenizer, seed, takes_pairs
 
     def prepare(self, splits: Sequence[str]) -> dict[str, Samples]:
@@ -79,22 +70,22 @@ class CausalLMDataModule(LightningDataModule):
             entries: dict[str, Any] = {split: pinned(getattr(self.config, split)) or None}
             self.config = dataclasses.replace(self.config, **entries)
         self._streams_train |= self.config.streaming and "train" in splits and self.config.has("train")
-        cached = [
-            split for split in splits if self.config.has(split) and not (split == "train" and self._streams_train)
-        ]
-        wanted = [split for split in cached if split not in self._samples]
-        if wanted:
-            self._samples.update(prepare_samples(self.config, wanted, self._encoder()))
-            for split in wanted:
-                self._check_pairs(split, self._samples[split].pairs)
+        done = {*self._samples, *(["train"] if self._streams_train else [])}
+        wanted = [split for split in splits if self.config.has(split) and split not in done]
+        found: dict[str, Any] = {}
         if self._streams_train and self._stream is None:
-            self._check_pairs("train", SampleStream(self.config, self._encoder(), 0).pairs)
+            found["train"] = SampleStream(self.config, self._encoder(), 0)
+        if wanted:
+            self._samples |= prepare_samples(self.config, wanted, self._encoder())
+            found |= {split: self._samples[split] for split in wanted}
+        kinds = (
+            "rows with one completion, for CausalLMModule",
+            "pairs, for model.class_path lit_fsdp.PreferenceModule",
+        )
+        for split, has in found.items():
+            fits = self._takes_pairs in (None, has.pairs)
+            require(fits, f"data.{split}", kinds[has.pairs], kinds[not has.pairs])
         return self._samples
-
-    def _check_pairs(self, split: str, pairs: bool) -> None:
-        """Raise ConfigError for rows of another kind than the module takes."""
-        kinds = ("rows with one completion, for CausalLMModule", "pairs of chosen and rejected, for PreferenceModule")
-        require(self._takes_pairs in (None, pairs), f"data.{split}", kinds[pairs], kinds[not pairs])
 
     def describe(self) -> dict[str, Any]:
         """What is about to be trained on, of the splits that are prepared: see :func:`describe_data`."""
@@ -109,16 +100,12 @@ class CausalLMDataModule(LightningDataModule):
             return read_prompts(of, config, tokenizer)
         self.prepare(("val",))
         samples = self._split("val")
-        numbers = np.unique(samples.rows.numbers[samples.row_ids])[:of]
-        sources = config.train if config.val_split is not None else config.val
-        assert sources is not None
-        return read_prompts(sources, config, tokenizer, set(numbers.tolist()))
+        numbers = np.unique(samples.rows.numbers[samples.row_ids])[:of].tolist()
+        sources: Any = config.train if config.val_split is not None else config.val
+        return read_prompts(sources, config, tokenizer, set(numbers))
 
     def prepare_data(self) -> None:
-        """Lightning's hook, on one process per node: the same as :meth:`prepare`; an error is :meth:`setup`'s to raise.
-
-        The other ranks wait at a barrier behind this hook, which one that raises here would leave alone.
-        """
+        """As :meth:`prepare`, by one process per node; an error is for :meth:`setup`, as others wait at a barrier."""
         assert self.trainer is not None
         try:
             self.prepare(_STAGES[str(self.trainer.state.fn.value)] if self.trainer.state.fn else ())
@@ -128,9 +115,7 @@ class CausalLMDataModule(LightningDataModule):
     def setup(self, stage: str) -> None:
         """Map the tokenized rows, at the commits that the first rank found; in training settle the accumulation.
 
-        Raises:
-            DataError: On every rank, what one has met in :meth:`prepare_data`.
-            ConfigError: The batch sizes do not fit the ranks, or another ``accumulate_grad_batches`` was given.
+        An error that one rank has met in :meth:`prepare_data` is raised on all of them.
         """
         if self.trainer is not None:
             strategy, refused, self._refused = self.trainer.strategy, self._refused, None
@@ -148,9 +133,9 @@ class CausalLMDataModule(LightningDataModule):
         callbacks: Any = getattr(trainer, "callbacks", ())
         is_proved = any(getattr(callback, "proves_isolation", False) for callback in callbacks)
         if self.config.packing and not is_proved and is_first_process():
+            proof = "lit_fsdp.IsolationProof()"
             _log.warning(
-                "data.packing: nothing proves that packed samples do not see each other in this model; "
-                "give the Trainer callbacks=[lit_fsdp.IsolationProof()]"
+                "data.packing: give the Trainer callbacks=[%s], or nothing proves that samples are apart", proof
             )
         scheduled = any(isinstance(callback, GradientAccumulationScheduler) for callback in callbacks)
         allowed = "one data.global_batch_size for the whole run: the order of samples is a function of the step"
@@ -196,19 +181,16 @@ class CausalLMDataModule(LightningDataModule):
 
     def position_at(self, step: int) -> tuple[int, int, int]:
         """Where optimizer step ``step`` (>= 1) ends: epoch (from 0), micro-batches done in it, micro-batches it has."""
-        trainer = self._trainer()
+        accumulate = self._trainer().accumulate_grad_batches
         if self.config.streaming:
-            return 0, step * trainer.accumulate_grad_batches, (step + 1) * trainer.accumulate_grad_batches
+            return 0, step * accumulate, (step + 1) * accumulate
         order = self._order()
         epoch, index = divmod(step - 1, order.batches_per_epoch)
-        length = num_micro_batches(order, self.config.micro_batch_size, trainer.world_size)
-        return epoch, min((index + 1) * trainer.accumulate_grad_batches, length), length
+        length = num_micro_batches(order, self.config.micro_batch_size, self._trainer().world_size)
+        return epoch, min((index + 1) * accumulate, length), length
 
     def state_dict(self) -> dict[str, Any]:
-        """What the global order depends on, for the checkpoint; the position in it is the Trainer's step.
-
-        A stream has a position of its own beside it, that after the step reached.
-        """
+        """What the global order depends on; the position in it is the Trainer's step, beside which a stream has one."""
         if self._stream is not None:
             return self._stream.record(int(self._trainer().global_step))
         return self._order().record() if "train" in self._samples else {}
@@ -222,20 +204,14 @@ class CausalLMDataModule(LightningDataModule):
         return {"data": {**order.record(), "epoch": epoch, "global_batches_done_in_epoch": done}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Say so if a run is resumed on other global batches than the checkpoint was trained on.
-
-        Raises:
-            DataError: A stream is not what it was then, so that a position in it means nothing.
-        """
+        """Say so if global batches are other ones than before; DataError for a stream, where a position is lost."""
         self._position = state_dict.get("position")
         now = self._streamed().stream.record() if self._streams_train else self.state_dict()
         then = {name: state_dict.get(name, now[name]) for name in now}
         other = ", ".join(f"{name} {then[name]} → {now[name]}" for name in now if then[name] != now[name])
         if self._streams_train and self._position and then["fingerprint"] != now["fingerprint"]:
-            raise DataError(
-                f"data.train: not what was streamed when the checkpoint was written: {other}\n"
-                "  fix:     resume with the same files, or the same revision of each source"
-            )
+            fix = "resume with the same files, or the same revision of each source"
+            raise DataError(f"data.train: not what was streamed before the checkpoint: {other}\n  fix:     {fix}")
         if other and is_first_process():
             _log.warning("the checkpoint comes from other global batches, which are not continued: %s", other)
 
@@ -261,10 +237,10 @@ class CausalLMDataModule(LightningDataModule):
 
     def _streamed(self) -> StreamLoader:
         if self._stream is None:
-            trainer, config = self._trainer(), self.config
+            trainer, config, pad = self._trainer(), self.config, pad_id(self._tokenizer_or_the_models())
             stream = SampleStream(config, self._encoder(), self._order_seed())
-            pad = pad_id(self._tokenizer_or_the_models())
-            self._stream = StreamLoader(stream, trainer.global_rank, trainer.world_size, pad, config, self._pin())
+            pin = trainer.strategy.root_device.type == "cuda"
+            self._stream = StreamLoader(stream, trainer.global_rank, trainer.world_size, pad, config, pin)
             self._stream.begin = lambda: (int(trainer.global_step), self._position)
         return self._stream
 
@@ -275,10 +251,8 @@ class CausalLMDataModule(LightningDataModule):
 
     def _loader(self, split: str, indices: Callable[[], Iterator[list[int]]], length: int) -> BatchLoader:
         batches = SampleBatches(self._split(split), pad_id(self._tokenizer_or_the_models()))
-        return BatchLoader(lambda: load(batches, self.config.num_workers, self._pin(), indices()), length)
-
-    def _pin(self) -> bool:
-        return self._trainer().strategy.root_device.type == "cuda"
+        pin_memory = self._trainer().strategy.root_device.type == "cuda"
+        return BatchLoader(lambda: load(batches, self.config.num_workers, pin_memory, indices()), length)
 
     def _split(self, name: str) -> Samples:
         if name not in self._samples:
@@ -287,9 +261,8 @@ class CausalLMDataModule(LightningDataModule):
 
     def _order(self) -> GlobalOrder:
         samples, config = self._split("train"), self.config
-        mix = (samples.groups, samples.weights) if samples.weights else ()
-        size, fingerprint = config.global_batch_size or DEFAULT_BATCH, samples.order_fingerprint
-        return GlobalOrder(len(samples), size, fingerprint, self._order_seed(), config.shuffle, *mix)
+        size, parts = config.global_batch_size or DEFAULT_BATCH, (samples.groups, samples.weights)
+        return GlobalOrder(len(samples), size, samples.order_fingerprint, self._order_seed(), config.shuffle, *parts)
 
     def _order_seed(self) -> int:
         seeds = (self.config.seed, self._seed, os.environ.get("PL_GLOBAL_SEED"), 0)  # the third by seed_everything

@@ -22,8 +22,6 @@ _USAGE = f"""usage: lit-fsdp data inspect {RECIPE}
   inspect   what a recipe trains on: counts, lengths, packing, and samples with
             what is supervised made visible; needs no GPU and no weights
 
-lit-fsdp data inspect --help explains it
-
 {example_lines(_INSPECT)}"""
 
 
@@ -58,7 +56,7 @@ def _show(options: argparse.Namespace, run: RunConfig, splits: list[str]) -> Non
     from lit_fsdp.data.packing import prepare_samples
     from lit_fsdp.data.stats import describe_data, first_samples
     from lit_fsdp.models.resolve import resolve_tokenizer
-    from lit_fsdp.report.data_tables import print_data, write_plot
+    from lit_fsdp.report.data_tables import data_table, write_plot
     from lit_fsdp.report.samples import pieces, print_samples
     from lit_fsdp.report.tables import wide_console
 
@@ -73,15 +71,10 @@ def _show(options: argparse.Namespace, run: RunConfig, splits: list[str]) -> Non
     split = samples[options.split]
     shown = [split.rows.row(int(row)) for row in split.row_ids[: options.n]]
     if options.json:
-        found = [
-            {
-                "input_ids": ids.tolist(),
-                "supervised": supervised.tolist(),
-                "pieces": pieces(tokenizer, ids, supervised),
-            }
-            for ids, supervised in shown
-        ]
-        print(json.dumps({"data": record, "samples": found}, indent=1))
+        names = ("input_ids", "supervised", "pieces")
+        found = [(ids.tolist(), mask.tolist(), pieces(tokenizer, ids, mask)) for ids, mask in shown]
+        print(json.dumps({"data": record, "samples": [dict(zip(names, one, strict=True)) for one in found]}, indent=1))
     else:
-        print_data(record, sys.stdout)
-        print_samples(wide_console(sys.stdout), tokenizer, options.split, shown)
+        console = wide_console(sys.stdout)
+        console.print(data_table(record))
+        print_samples(console, tokenizer, options.split, shown)

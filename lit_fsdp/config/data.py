@@ -18,8 +18,8 @@ COLUMNS = (
 
 def _check_columns(columns: dict[str, str] | None) -> None:
     for ours, theirs in (columns or {}).items():
-        allowed = f"our column: the source's, as {{messages: chat}}, ours being {', '.join(COLUMNS)}"
-        require(ours in COLUMNS, f"columns.{ours}", theirs, allowed)
+        fix = f"write {{{theirs}: {ours}}}" if theirs in COLUMNS else ""
+        require(ours in COLUMNS, f"columns.{ours}", theirs, f"one of our columns: {', '.join(COLUMNS)}", fix)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +38,8 @@ class SourceConfig:
     """Our column: the source's column, e.g. {messages: chat}; default: data.columns."""
 
     def __post_init__(self) -> None:
-        weight = self.weight
-        require(weight is None or 0 < weight < float("inf"), "weight", weight, "a finite number > 0")
+        fits = self.weight is None or 0 < self.weight < float("inf")
+        require(fits, "weight", self.weight, "a finite number > 0")
         _check_columns(self.columns)
 
 
@@ -142,8 +142,7 @@ class DataConfig:
             fits = 0 < share < 1 or (share >= 1 and float(share).is_integer())
             require(fits, "val_split", share, "a share between 0 and 1, or a number of rows >= 1")
             require(self.val is None, "val_split", f"{share} beside data.val", "one of the two")
-            given = f"{share} with streaming: true"
-            require(not self.streaming, "val_split", given, "data.val: a stream has no number of rows")
+            require(not self.streaming, "val_split", f"{share} with streaming: true", "data.val, for a stream")
 
     def has(self, split: str) -> bool:
         """Whether there are rows for ``train``, ``val``, ``test`` or ``predict``; val_split makes those for val."""
@@ -156,19 +155,16 @@ def accumulation_steps(config: DataConfig, world_size: int, accumulate: int | No
     ``accumulate``, which is ``trainer.accumulate_grad_batches``, may stand in place of ``global_batch_size``.
 
     Raises:
-        ConfigError: The global batch is not a multiple of ``micro_batch_size * world_size``, or both are given and do
-            not agree.
+        ConfigError: The global batch is not a multiple of ``micro_batch_size * world_size``, or both do not agree.
     """
-    per_forward, total = config.micro_batch_size * world_size, config.global_batch_size
-    if total is None and accumulate is not None:
+    if config.global_batch_size is None and accumulate is not None:
         return accumulate
-    total = DEFAULT_BATCH if total is None else total
+    per_forward, total = config.micro_batch_size * world_size, config.global_batch_size or DEFAULT_BATCH
     given = f"{total} with micro_batch_size {config.micro_batch_size} on {world_size} ranks"
     allowed = f"a multiple of micro_batch_size * ranks == {per_forward}"
     fix = f"set global_batch_size: {max(1, round(total / per_forward)) * per_forward}, or another micro_batch_size"
     require(total % per_forward == 0, "data.global_batch_size", given, allowed, fix)
     steps = total // per_forward
-    given = f"{accumulate} with global_batch_size {given}"
-    allowed = f"{steps}, which follows from them; one of the two is enough"
+    given, allowed = f"{accumulate} with global_batch_size {given}", f"{steps}, which follows from them"
     require(accumulate in (None, steps), "trainer.accumulate_grad_batches", given, allowed)
     return steps

@@ -56,10 +56,9 @@ def collate_packs(packs: Sequence[Sequence[Sample]], length: int, pad_id: int) -
 
     Returns:
         int64 ``input_ids``, ``labels`` and ``position_ids`` (B, ``length``). Positions restart at 0 with every
-        sequence, whose first token has the label -100, because nothing predicts it. ``cu_seq_lens`` is int32 (N + 1,):
-        where each sequence begins in the flattened (B * T) tokens, and their number. ``longest`` is a plain number, at
-        least the longest sequence, one of few: the next power of two, at most T. ``counts`` as for :func:`collate`,
-        where a sample is a row, not a pack.
+        sequence, whose first label is -100, because nothing predicts it. ``cu_seq_lens`` is int32 (N + 1,): where each
+        sequence begins in the flattened tokens, and their number. ``longest`` is a bound of the longest one, a power of
+        two, at most T. ``counts`` as for :func:`collate`, where a sample is a row, not a pack.
     """
     ids = np.full((len(packs), length), pad_id, dtype=np.int64)
     labels = np.full((len(packs), length), IGNORED, dtype=np.int64)

@@ -9,7 +9,7 @@ import multiprocessing
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, islice
@@ -48,9 +48,8 @@ _ROWS = 100
 class TokenizedRows:
     """Rows of tokens, memory-mapped. N rows of T tokens together, with the types of :data:`ARRAYS`.
 
-    A row is a sample: a row of a source after truncation, or one piece of a longer plain text. ``meta`` has the
-    fingerprint, digests of the sources, counts, name, format and number of rows of each source in ``sources``, and the
-    first bad rows in ``refused``.
+    A row is a sample: a row of a source after truncation, or one piece of a longer plain text. ``meta`` is what
+    :func:`prepare_rows` has written down beside them.
     """
 
     folder: Path
@@ -88,7 +87,7 @@ def prepare_rows(sources: Sources, config: DataConfig, encoder: RowEncoder) -> T
     One of them works, with ``data.num_tokenizers`` processes of its own; the bytes do not depend on their number.
 
     Raises:
-        DataError: A source or row is bad (file and row are named), or no token of any row is supervised.
+        DataError: A source or row is bad, or no token of any row is supervised.
     """
     found = find_sources(sources, config)
     name = ", ".join(source.name for source in found)
@@ -126,10 +125,7 @@ def open_rows(folder: Path) -> TokenizedRows:
 def nothing_supervised(name: str, dropped: dict[str, int]) -> DataError:
     """The error of a source without any supervised token."""
     reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.items()) or "0"
-    return DataError(
-        f"{name}: no token of any row is supervised; dropped {reasons}\n"
-        "  fix:     rows need an assistant turn within data.max_seq_length tokens (or data.train_on_prompt: true)"
-    )
+    return DataError(f"{name}: no token of any row is supervised; dropped {reasons}")
 
 
 def say_dropped(refused: Sequence[str]) -> None:
@@ -142,11 +138,10 @@ def encode_rows(
     rows: Sequence[Row], form: RowFormat, encoder: RowEncoder, drops: bool
 ) -> tuple[list[EncodedRow], list[str]]:
     """What becomes of each row, and what is wrong with the bad ones, if ``drops``; else the first of them is raised."""
-    if not any(isinstance(row, DataError) for _, row in rows):
-        try:
-            return encoder.encode([row for _, row in rows], form, [location for location, _ in rows]), []  # type: ignore[misc]
-        except DataError:  # of whatever step looked at all of them first
-            pass
+    good = [row for _, row in rows if not isinstance(row, DataError)]
+    if len(good) == len(rows):
+        with suppress(DataError):  # of whatever step looked at all of them first, while the first bad row is told below
+            return encoder.encode(good, form, [location for location, _ in rows]), []
     found, refused = [], []
     for location, row in rows:
         try:
@@ -189,19 +184,17 @@ def _hash(text: str, size: int = 16) -> str:
 
 # -- tokenizing
 
-_Task = tuple[int, list[RawRow]]
-"""Number of the source, and some of its rows."""
-_Block = tuple[int, dict[str, Any], dict[str, np.ndarray], list[str]]
-"""Number of the source, what :func:`tokenized` gives, and what is wrong with bad rows."""
-
 
 class _Blocks(Dataset[Any]):
-    """Maps a task to its block, or to the error of its first bad row, which is not to be raised in a loader."""
+    """Maps some rows of a source to the source's number, what :func:`tokenized` makes of them, and what is wrong.
+
+    The error of a bad row is given, as it is not to be raised in a loader.
+    """
 
     def __init__(self, sources: Sequence[Source], encoder: RowEncoder, drops: bool) -> None:
         self._sources, self._encoder, self._drops = sources, encoder, drops
 
-    def __getitem__(self, task: _Task) -> _Block | Exception:
+    def __getitem__(self, task: tuple[int, list[RawRow]]) -> Any:
         number, raw = task
         source = self._sources[number]
         try:
@@ -220,12 +213,24 @@ def _key(row: Any) -> int:
 
 
 def _write(folder: Path, sources: Sequence[Source], config: DataConfig, encoder: RowEncoder) -> dict[str, Any]:
-    """Tokenize everything into ``folder``; returns what ``meta.json`` holds."""
+    """Tokenize everything into ``folder``, in order; returns what ``meta.json`` holds.
+
+    Not by ``Dataset.map``: its processes, and the one that collects their progress, outlive a parent that is killed,
+    and with them the lock of the cache, which they inherit.
+    """
     made: list[dict[str, Any]] = [{"name": source.name, "format": source.row_format, "rows": 0} for source in sources]
     (total, _), refused = tokenized([]), list[str]()
+    tasks = _tasks(sources)
+    first = list(islice(tasks, 2))
+    # a small file is not worth a process, and a process of a pool may have none
+    is_alone = len(first) < 2 or multiprocessing.current_process().daemon
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    num_processes = 1 if is_alone else config.num_tokenizers or cores
+    blocks = _Blocks(sources, encoder, config.on_bad_row == "drop")
     with ExitStack() as stack:
         files = {name: stack.enter_context((folder / f"{name}.bin").open("wb")) for name in ARRAYS}
-        for number, counts, arrays, bad in _in_order(sources, config, encoder):
+        found = load(blocks, num_processes if num_processes > 1 else 0, sampler=chain(first, tasks))
+        for number, counts, arrays, bad in found:
             arrays["numbers"] += total["rows_read"]
             for name, file in files.items():
                 file.write(arrays[name].tobytes())
@@ -237,24 +242,8 @@ def _write(folder: Path, sources: Sequence[Source], config: DataConfig, encoder:
     return {**total, "refused": refused, "sources": made}
 
 
-def _tasks(sources: Sequence[Source]) -> Iterator[_Task]:
+def _tasks(sources: Sequence[Source]) -> Iterator[tuple[int, list[RawRow]]]:
     for number, source in enumerate(sources):
         rows = (raw for _, raw in source.read())
         while some := list(islice(rows, _ROWS)):
             yield number, some
-
-
-def _in_order(sources: Sequence[Source], config: DataConfig, encoder: RowEncoder) -> Iterator[_Block]:
-    """A block per task, in their order, so that the first bad row is the one that is told.
-
-    Not by ``Dataset.map``: its processes, and the one that collects their progress, outlive a parent that is killed,
-    and with them the lock of the cache, which they inherit.
-    """
-    tasks = _tasks(sources)
-    first = list(islice(tasks, 2))
-    # a small file is not worth a process, and a process of a pool may have none
-    is_alone = len(first) < 2 or multiprocessing.current_process().daemon
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    num_processes = config.num_tokenizers or cores
-    blocks = _Blocks(sources, encoder, config.on_bad_row == "drop")
-    return load(blocks, 0 if is_alone or num_processes == 1 else num_processes, False, chain(first, tasks))

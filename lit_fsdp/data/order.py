@@ -1,7 +1,6 @@
 """Which items form global batch g: a pure function of (data, seed, epoch, g), never of the number of ranks.
 
-An item is a row, or a pack of rows. A run's data position is one integer, the number of global batches it has
-consumed; of a mix with weights, too: how far each source has been read follows from the epoch.
+An item is a row, or a pack of rows. A run's data position is one integer, the number of global batches it has consumed.
 """
 
 from __future__ import annotations
@@ -19,11 +18,10 @@ FILLER = -1
 
 @dataclass(frozen=True)
 class GlobalOrder:
-    """The items of every global batch of every epoch.
+    """The items of every global batch of every epoch: each once, or with ``weights`` a share of each source.
 
-    With ``weights``, an epoch has as many items as all sources together, and source i gives its share of them
-    (:attr:`shares`): whole passes over the source, each in an order of its own, then a part of one, which the next
-    epoch goes on with. Without them every item comes once per epoch.
+    A share is whole passes over the source, each in an order of its own, then a part of one, which the next epoch goes
+    on with.
     """
 
     num_rows: int
@@ -33,7 +31,7 @@ class GlobalOrder:
     seed: int
     shuffle: bool = True
     groups: tuple[int, ...] = ()
-    """Items of each source of a mix with weights; they follow each other."""
+    """Items of each source, which follow each other; one number without weights."""
     weights: tuple[float, ...] = ()
     """One for each group, or none."""
 
@@ -42,20 +40,12 @@ class GlobalOrder:
         """Global batches per epoch; the last one may be short."""
         return -(-self.num_rows // self.global_batch_size)
 
-    @property
-    def shares(self) -> tuple[int, ...]:
-        """Items that each source of a mix with weights gives to every epoch, together ``num_rows``; else nothing."""
-        return apportion(self.num_rows, self.weights) if self.weights else ()
-
     def record(self) -> dict[str, Any]:
         """What decides the order, as JSON can hold it."""
         return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
 
     def permutation(self, epoch: int) -> np.ndarray:
-        """Item ids of an epoch in order, int64 of shape (num_rows,); file order without shuffling.
-
-        Of a mix with weights that is not shuffled, each source keeps its order, and they are spread evenly.
-        """
+        """Item ids of an epoch in order, int64 (num_rows,); without shuffling in file order, sources spread evenly."""
         if self.weights:
             return self._mix(epoch)
         return self._generator(epoch).permutation(self.num_rows) if self.shuffle else np.arange(self.num_rows)
@@ -65,15 +55,16 @@ class GlobalOrder:
         return permutation[index * self.global_batch_size : (index + 1) * self.global_batch_size]
 
     def _mix(self, epoch: int) -> np.ndarray:
-        source_of = np.repeat(np.arange(len(self.groups)), self.shares)
+        shares = apportion(self.num_rows, self.weights)
+        source_of = np.repeat(np.arange(len(self.groups)), shares)
         if self.shuffle:
             source_of = self._generator(epoch, "mix").permutation(source_of)
         else:
-            places = np.concatenate([(np.arange(share) + 0.5) / share for share in self.shares])
+            places = np.concatenate([(np.arange(share) + 0.5) / share for share in shares])
             source_of = source_of[np.argsort(places, kind="stable")]
         order = np.empty(self.num_rows, dtype=np.int64)
         first = 0
-        for group, (size, share) in enumerate(zip(self.groups, self.shares, strict=True)):
+        for group, (size, share) in enumerate(zip(self.groups, shares, strict=True)):
             order[source_of == group] = first + self._taken(group, size, epoch * share, share)
             first += size
         return order
@@ -109,7 +100,7 @@ def apportion(total: int, weights: Sequence[float]) -> tuple[int, ...]:
 
 
 def micro_batches(rows: np.ndarray, micro_batch_size: int, ranks: int, rank: int) -> list[list[int]]:
-    """One rank's micro-batches of a global batch: step m of rank r begins at ``(m * ranks + r) * micro_batch_size``.
+    """One rank's part of a global batch: step m of rank r begins at ``(m * ranks + r) * micro_batch_size``.
 
     All ranks get the same number of micro-batches; one without any items is one filler.
     """

@@ -75,32 +75,24 @@ class Samples:
 def prepare_samples(config: DataConfig, splits: Sequence[str], encoder: RowEncoder) -> dict[str, Samples]:
     """Tokenize the named splits that the recipe has, or take them from the cache, and plan their items in memory.
 
-    ``data.val_split`` takes the validation rows out of data.train. Packs are planned per split; predict has none, as
-    each of its rows gets scores of its own. Any number of processes may call it at the same time; one tokenizes.
+    Any number of processes may call it at the same time; one tokenizes.
 
     Raises:
         DataError: A source or row is bad, a split has no supervised token, or data.val_split leaves a side empty.
         ConfigError: A source of a mix would never be read.
     """
     found: dict[str, Samples] = {}
-    read: dict[str, TokenizedRows] = {}
     for split in splits:
-        source = "train" if split == "val" and config.val_split is not None else split
-        entries = check_sources(source, getattr(config, source))
-        if entries:
-            if source not in read:
-                read[source] = prepare_rows(getattr(config, source), config, encoder)
+        sources = config.train if split == "val" and config.val_split is not None else getattr(config, split)
+        if sources is not None:
+            entries = check_sources(split, sources)
             weights = tuple(entry.weight for entry in entries if entry.weight is not None) if split == "train" else ()
-            found[split] = plan_items(read[source], split, config, weights)
+            found[split] = plan_items(prepare_rows(sources, config, encoder), split, config, weights)
     return found
 
 
 def holds_pairs(formats: Sequence[str], name: str, config: DataConfig) -> bool:
-    """Whether sources of these row formats are pairs of a chosen and a rejected completion.
-
-    Raises:
-        ConfigError: Some are and some are not, or they should be packed.
-    """
+    """Whether these formats are all of pairs, a chosen and a rejected completion each, which are not packed."""
     pairs = "preference" in formats
     given = f"sources of formats {', '.join(formats)}"
     require(not pairs or set(formats) == {"preference"}, name, given, "preference for all of them, or for none")
@@ -110,7 +102,7 @@ def holds_pairs(formats: Sequence[str], name: str, config: DataConfig) -> bool:
 
 
 def plan_items(rows: TokenizedRows, split: str, config: DataConfig, weights: tuple[float, ...] = ()) -> Samples:
-    """Items of a split that is tokenized, with a weight for each source of a mix."""
+    """Items of a split that is tokenized; predict has no packs, as each of its rows gets scores of its own."""
     capacity = config.max_seq_length if config.packing and split != "predict" else None
     sources = rows.meta["sources"]
     pairs = holds_pairs([source["format"] for source in sources], f"data.{split}", config)
@@ -131,7 +123,7 @@ def plan_items(rows: TokenizedRows, split: str, config: DataConfig, weights: tup
         offsets.append(bounds[1:] + sum(len(part) for part in ids))
         ids.append(members[order])
         groups.append(len(bounds) - 1)
-    is_read = all(groups) and all(apportion(sum(groups), weights))
+    is_read = not weights or (all(groups) and all(apportion(sum(groups), weights)))
     given = f"weights {weights} for sources of {groups} samples"
     require(is_read, "data.train", given, "at least one sample of each source in every epoch")
     return Samples(rows, np.concatenate(ids), np.concatenate(offsets), tuple(groups), weights, capacity, pairs)
@@ -154,11 +146,10 @@ def _held_out(rows: TokenizedRows, val_split: float) -> np.ndarray:
 
 
 def plan_packs(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
-    """Packs of N samples, each of 1 to ``capacity`` tokens, by best-fit-decreasing.
+    """Packs of N samples, each of 1 to ``capacity`` tokens, by best-fit-decreasing, in the order of their first ones.
 
-    Returns:
-        ``members`` (int64, shape (N,)): every sample once, pack after pack, ascending in each pack. ``offsets``
-        (int64, shape (packs + 1,)): where each pack begins in it. Packs are in the order of their first samples.
+    Returns every sample once, pack after pack, ascending in each (int64, (N,)), and where each pack begins in that
+    (int64, (packs + 1,)).
     """
     pack_of = np.zeros(len(lengths), dtype=np.int64)
     by_room: list[list[int]] = [[] for _ in range(capacity + 1)]

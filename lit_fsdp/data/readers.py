@@ -51,14 +51,14 @@ def read_file(path: str, start: int = 0) -> Iterator[RawRow]:
             table = datasets.load_dataset(_TABLES[kind], **options)
         return read_table(path, table, start)
     if path.startswith(GENERATED):
-        found = _numbered(path, generated_rows(int(path.removeprefix(GENERATED))))
+        rows: Iterable[Any] = generated_rows(int(path.removeprefix(GENERATED)))
     elif kind in _SEPARATORS:
-        found = _numbered(path, _records(path, _SEPARATORS[kind]))
+        rows = _records(path, _SEPARATORS[kind])
     elif kind == ".json" and not _has_lines(path):
-        found = _numbered(path, _document(path))
+        rows = _document(path)
     else:
-        found = _lines(path, kind == ".txt")
-    return islice(found, start, None)
+        return islice(_lines(path, kind == ".txt"), start, None)
+    return islice(((f"{path}: row {number}", row) for number, row in enumerate(rows)), start, None)
 
 
 def read_table(name: str, table: Any, start: int = 0) -> Iterator[RawRow]:
@@ -79,7 +79,8 @@ def files_by_split(folder: str) -> dict[str, list[str]]:
     """What ``datasets`` finds in a folder, by the names of files or the README.md."""
     import datasets
 
-    found = datasets.load_dataset_builder(folder).config.data_files or {}
+    with naming(folder):
+        found = datasets.load_dataset_builder(folder).config.data_files or {}
     return {str(split): list(paths) for split, paths in found.items()}
 
 
@@ -102,10 +103,8 @@ def hub_builder(name: str, configuration: str | None, revision: str | None) -> A
         builder = datasets.load_dataset_builder(name, configuration, revision=revision)
     # without a network datasets takes whatever commit it finds in its cache
     if revision and type(builder).__name__ == "Cache" and builder.hash != revision:
-        raise DataError(
-            f"{name}: the hub does not answer, and its cache has commit {builder.hash}, not revision {revision}\n"
-            "  fix:     start again where there is a network, or name that commit"
-        )
+        held = f"its cache has commit {builder.hash}, not revision {revision}"
+        raise DataError(f"{name}: the hub does not answer, and {held}\n  fix:     name that commit, or find a network")
     return builder
 
 
@@ -128,11 +127,6 @@ def naming(name: str) -> Iterator[None]:
 def _opened(path: str) -> Iterator[Any]:
     with naming(path), gzip.open(path, "rb") if path.endswith(".gz") else open(path, "rb") as file:
         yield file
-
-
-def _numbered(path: str, rows: Iterable[Any]) -> Iterator[RawRow]:
-    for number, row in enumerate(rows):
-        yield f"{path}: row {number}", row
 
 
 def _lines(path: str, is_text: bool) -> Iterator[RawRow]:
@@ -169,11 +163,8 @@ def _records(path: str, separator: str) -> Iterator[dict[str, str] | DataError]:
             raise DataError(f"{path}: two columns of one name among {', '.join(names)}")
         try:
             for number, cells in enumerate(filter(None, records)):  # without empty lines
-                if len(cells) == len(names):
-                    yield dict(zip(names, cells, strict=True))
-                else:
-                    problem = f"{len(cells)} cells for the {len(names)} columns {', '.join(names)}"
-                    yield DataError(f"{path}: row {number}: {problem}")
+                problem = f"{path}: row {number}: {len(cells)} cells for the {len(names)} columns {', '.join(names)}"
+                yield dict(zip(names, cells, strict=True)) if len(cells) == len(names) else DataError(problem)
         except csv.Error as error:
             raise DataError(f"{path}: line {records.line_num}: not CSV ({error})") from error
 

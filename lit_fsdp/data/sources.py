@@ -16,20 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from lit_fsdp.config.data import GENERATED, DataConfig, RowFormat, SourceConfig, Sources, check_sources
+from lit_fsdp.data import readers
 from lit_fsdp.data.formats import find_format
-from lit_fsdp.data.readers import (
-    KINDS,
-    RawRow,
-    Row,
-    files_by_split,
-    from_json,
-    hub_builder,
-    hub_shards,
-    kind_of,
-    naming,
-    read_file,
-    read_table,
-)
+from lit_fsdp.data.readers import RawRow, Row, kind_of, naming
 from lit_fsdp.errors import DataError, require
 from lit_fsdp.host import make_once
 
@@ -43,7 +32,7 @@ _RACY_NS = 2 * 10**9
 
 @dataclass(frozen=True)
 class Source:
-    """The rows of one entry of the recipe, not read yet; ``columns`` maps our column to the source's."""
+    """The rows of one entry of the recipe, not read yet."""
 
     name: str
     files: tuple[str, ...] = ()
@@ -68,7 +57,7 @@ class Source:
         good = [(location, row) for location, row in head if isinstance(row, dict)]
         if not good:
             bad = [row for _, row in head if isinstance(row, DataError)]
-            raise bad[0] if bad else DataError(f"{self.name}: no rows\n  fix:     a source needs at least one row")
+            raise bad[0] if bad else DataError(f"{self.name}: no rows")
         there = {name for _, row in good for name in row}
         for ours, theirs in (self.columns or {}).items():
             if ours not in there:
@@ -81,10 +70,14 @@ class Source:
 
         Parts are files, or shards of a stream; the one that is begun at is read again from its beginning.
         """
-        parts = self.files if self.hub is None else hub_shards(self.hub, self.streaming)
+        parts = self.files if self.hub is None else readers.hub_shards(self.hub, self.streaming)
         for number in range(part, len(parts)):
             one = parts[number]
-            rows = read_file(one, row) if self.hub is None else read_table(f"{self.name}:{number}", one, row)
+            rows = (
+                readers.read_file(one, row)
+                if self.hub is None
+                else readers.read_table(f"{self.name}:{number}", one, row)
+            )
             for index, raw in enumerate(rows, row + 1):
                 yield (number, index), raw
             row = 0
@@ -92,7 +85,7 @@ class Source:
     def parse(self, raw: RawRow) -> Row:
         """One of the rows that were read, with our columns."""
         location, content = raw
-        row = from_json(content, location) if isinstance(content, bytes) else content
+        row = readers.from_json(content, location) if isinstance(content, bytes) else content
         if isinstance(row, dict):
             mapped = self.columns or {}
             rest = {name: value for name, value in row.items() if name not in {*mapped, *mapped.values()}}
@@ -111,11 +104,14 @@ class Source:
             found = [(os.path.abspath(path), os.stat(path)) for path in self.files if not path.startswith(GENERATED)]
         return [(path, now.st_size, now.st_mtime_ns) for path, now in found]
 
-    def digest(self, root: Path) -> str:
+    def digest(self, root: Path | None) -> str:
         """Of the content: kind and bytes of every file and not its path, or the commit of a data set on the hub.
 
-        One process per cache ``root`` reads the bytes, once: it is remembered by path, size and time of change.
+        One process per cache ``root`` reads the bytes, once: it is remembered by path, size and time of change. Without
+        it, for streams, which nobody wants to read twice, size, beginning and end of each file stand for all of it.
         """
+        if root is None:
+            return self._content(_edges)
         seen = self.seen()
         if not seen or max(changed for *_, changed in seen) > time.time_ns() - _RACY_NS:
             return self._content(_file_digest)
@@ -125,10 +121,6 @@ class Source:
 
         key = _hash([[kind_of(path) for path in self.files], seen])
         return (make_once(root / "digests" / key, make, f"hashing {self.name}") / "digest").read_text()
-
-    def edges_digest(self) -> str:
-        """As :meth:`digest`, of size, beginning and end of each file: for streams, which nobody wants to read twice."""
-        return self._content(_edges)
 
     def _content(self, read: Callable[[str], Any]) -> str:
         with naming(self.name):
@@ -178,7 +170,7 @@ def _found(entry: SourceConfig) -> tuple[list[str], dict[str, Any] | None]:
         return _folder(name, folder, split), None
     is_pattern = glob.has_magic(name) and not _SLICE.fullmatch(name)
     files = [found for found in sorted(glob.glob(path, recursive=True)) if os.path.isfile(found)] if is_pattern else []
-    if not files and (is_pattern or kind_of(path) in KINDS or name.startswith((".", "/", "~"))):
+    if not files and (is_pattern or kind_of(path) in readers.KINDS or name.startswith((".", "/", "~"))):
         raise DataError(f"{name}: no such file\n  fix:     check the path, relative to {Path.cwd()}")
     return files, None if files else _hub(entry)
 
@@ -191,8 +183,7 @@ def _folder(name: str, folder: str, split: str) -> list[str]:
     elif saved.is_file():
         splits = {key: _saved(f"{folder}/{key}") for key in json.loads(saved.read_text("utf-8"))["splits"]}
     else:
-        with naming(name):
-            splits = files_by_split(folder)
+        splits = readers.files_by_split(folder)
     if split not in splits:
         raise DataError(f"{name}: no split {split!r}\n  allowed: {', '.join(splits)} (write name:split)")
     return splits[split]
@@ -214,7 +205,7 @@ def _hub(entry: SourceConfig) -> dict[str, Any]:
     name, _, split = rest.rpartition(":")
     revision = entry.revision
     if not (revision and _COMMIT.fullmatch(revision)):
-        revision = hub_builder(path, name or None, revision).hash
+        revision = readers.hub_builder(path, name or None, revision).hash
     return {"path": path, "name": name or None, "split": (split or "train") + bracket + rows, "revision": revision}
 
 

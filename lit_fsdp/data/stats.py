@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from lit_fsdp.config.data import DataConfig
-from lit_fsdp.data.cache import TokenizedRows, nothing_supervised, tokenized
+from lit_fsdp.data.cache import nothing_supervised
 from lit_fsdp.data.encode import RowEncoder
-from lit_fsdp.data.packing import Samples, plan_items
+from lit_fsdp.data.packing import Samples
 from lit_fsdp.data.stream import SampleStream
 
 _LOOKED_AT = 1000
-_READ = ("sources", "rows_read", "dropped", "truncated")
 
 
 def first_samples(config: DataConfig, encoder: RowEncoder) -> Samples:
@@ -27,12 +25,12 @@ def first_samples(config: DataConfig, encoder: RowEncoder) -> Samples:
     """
     stream = SampleStream(replace(config, shuffle_window=min(config.shuffle_window, _LOOKED_AT)), encoder, 0)
     _, rows = next(stream.windows())
-    (counts, arrays), seen = tokenized(stream.encode(rows)), f"the first {len(rows):,} rows of a stream"
-    if not counts["rows"]:
-        raise nothing_supervised(f"data.train, {seen}", counts["dropped"])
-    formats = zip(stream.sources, stream.formats, strict=True)
-    sources = [{"name": source.name, "format": form} for source, form in formats]
-    return plan_items(TokenizedRows(Path(), {**counts, "sources": sources, "seen": seen}, **arrays), "train", config)
+    samples = stream.samples(rows)
+    meta, seen = samples.rows.meta, f"the first {len(rows):,} rows of a stream"
+    if not meta["rows"]:
+        raise nothing_supervised(f"data.train, {seen}", meta["dropped"])
+    meta["seen"] = seen
+    return samples
 
 
 def describe_data(samples: Mapping[str, Samples], config: DataConfig, encoder: RowEncoder) -> dict[str, Any]:
@@ -47,17 +45,16 @@ def describe_data(samples: Mapping[str, Samples], config: DataConfig, encoder: R
 
 
 def _described(split: Samples) -> dict[str, Any]:
-    meta, lengths, supervised = split.rows.meta, split.lengths, int(split.num_supervised.sum())
-    values = {"min": lengths.min(), "median": np.median(lengths), "mean": lengths.mean()}
-    values |= {"p95": np.percentile(lengths, 95), "max": lengths.max()}
-    seen = {"seen": meta["seen"]} if "seen" in meta else {"cache": str(split.rows.folder)}
+    meta, lengths = split.rows.meta, split.lengths
+    tokens, supervised = int(lengths.sum()), int(split.num_supervised.sum())
+    quantiles = np.percentile(lengths, (0, 50, 95, 100)).tolist()
     return {
-        **seen,
-        **{name: meta[name] for name in _READ},
+        "from": meta.get("seen", str(split.rows.folder)),
+        **{name: meta[name] for name in ("sources", "rows_read", "dropped", "truncated")},
         "samples": len(lengths),
-        "tokens": int(lengths.sum()),
+        "tokens": tokens,
         "supervised_tokens": supervised,
-        "supervised_share": supervised / int(lengths.sum()),
-        "lengths": {name: float(value) for name, value in values.items()},
+        "supervised_share": supervised / tokens,
+        "lengths": dict(zip(("min", "median", "p95", "max"), quantiles, strict=True)),
         "packs": {"count": len(split), "fill": float(split.fills.mean())} if split.capacity else None,
     }

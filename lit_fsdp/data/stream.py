@@ -1,13 +1,11 @@
 """Batches without end from sources that are never tokenized as a whole.
 
-Every rank reads and tokenizes every row, so that all of them meet a bad row, or rows without a supervised token, at
-the same global batch. Rows are shuffled, and packed, inside windows. Which samples form a global batch is a function of
-the sources, the seed and the settings, never of the number of ranks, and a position is small: where a window begins,
-and how far into it.
+Every rank reads and tokenizes every row, so that all of them meet a bad row at the same global batch. Rows are
+shuffled, and packed, inside windows, by a function of the sources, the seed and the settings, never of the number of
+ranks. A position is small: where a window begins, and how far into it.
 
 Without weights the sources come one after another. With weights each next row is of the source that has given least
-for its weight, and a source at its end begins again until each has ended once. That is an epoch, and the next one
-begins at the first rows again; a window holds rows of one epoch only.
+for its weight, and a source at its end begins again until each has ended once, which is an epoch.
 """
 
 from __future__ import annotations
@@ -19,7 +17,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import groupby, islice, pairwise
+from itertools import groupby, islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,10 +27,10 @@ from torch.utils.data import IterableDataset
 
 from lit_fsdp.config.data import DataConfig
 from lit_fsdp.data.batches import Batch, Resumable, Sample, collate_items
-from lit_fsdp.data.cache import encode_rows, nothing_supervised, say_dropped
+from lit_fsdp.data.cache import TokenizedRows, encode_rows, nothing_supervised, say_dropped, tokenized
 from lit_fsdp.data.encode import EncodedRow, RowEncoder
 from lit_fsdp.data.order import generator_of, micro_batches
-from lit_fsdp.data.packing import holds_pairs, plan_packs
+from lit_fsdp.data.packing import Samples, holds_pairs, plan_items
 from lit_fsdp.data.readers import Row
 from lit_fsdp.data.sources import Source, find_sources
 from lit_fsdp.data.workers import load
@@ -85,7 +84,7 @@ class SampleStream:
         self.pairs = holds_pairs(self.formats, "data.train", config)
         self._name = ", ".join(source.name for source in self.sources)
         self._weights = [source.weight for source in self.sources if source.weight is not None]
-        digests = [source.edges_digest() for source in self.sources]
+        digests = [source.digest(None) for source in self.sources]
         self.fingerprint = hashlib.blake2b("/".join(digests).encode(), digest_size=16).hexdigest()
         """Of the content, as far as it is known; the order depends on it."""
         self._read, self._dropped = 0, Counter[str]()
@@ -117,35 +116,31 @@ class SampleStream:
 
     def _plan(self, at: dict[str, Any], rows: list[tuple[int, Row]]) -> list[list[Sample]]:
         """The items of a window; a stream of little use is refused once enough of it, or an epoch, has been seen."""
-        encoded = self.encode(rows)
-        self._read += len(encoded)
-        self._dropped.update(row.dropped for row in encoded if row.dropped is not None)
+        samples = self.samples(rows)
+        self._read += samples.rows.meta["rows_read"]
+        self._dropped += samples.rows.meta["dropped"]
         if (self._read >= _ENOUGH_ROWS or at["epoch"]) and self._read == self._dropped.total():
             raise nothing_supervised(self._name, self._dropped)
-        samples = [(sample.input_ids, sample.supervised) for row in encoded for sample in row.samples]
-        size = 2 if self.pairs else 1
-        items = [samples[i : i + size] for i in range(0, len(samples), size)]
-        if self._config.packing:
-            lengths = np.array([len(ids) for ids, _ in samples], dtype=np.int64)
-            members, offsets = plan_packs(lengths, self._config.max_seq_length)
-            items = [[samples[i] for i in members[a:b]] for a, b in pairwise(offsets.tolist())]
-        if not self._config.shuffle:
-            return items
-        generator = generator_of(self.fingerprint, self._seed, at["epoch"], at["window"])
-        return [items[i] for i in generator.permutation(len(items))]
+        order = np.arange(len(samples))
+        if self._config.shuffle:
+            order = generator_of(self.fingerprint, self._seed, at["epoch"], at["window"]).permutation(order)
+        return [[samples.rows.row(int(row)) for row in samples.members(int(item))] for item in order]
 
-    def encode(self, rows: Sequence[tuple[int, Row]]) -> list[EncodedRow]:
-        """What becomes of every row of a window, in order."""
+    def samples(self, rows: Sequence[tuple[int, Row]]) -> Samples:
+        """The rows of a window as items in their order."""
         found: list[EncodedRow] = []
         for form, some in groupby(rows, key=lambda row: self.formats[row[0]]):
             drops = self._config.on_bad_row == "drop"
             encoded, refused = encode_rows([row for _, row in some], form, self._encoder, drops)
             found += encoded
             say_dropped(refused)
-        return found
+        counts, arrays = tokenized(found)
+        names = zip(self.sources, self.formats, strict=True)
+        sources = [{"name": source.name, "format": form} for source, form in names]
+        return plan_items(TokenizedRows(Path(), {**counts, "sources": sources}, **arrays), "train", self._config)
 
     def windows(self, start: dict[str, Any] | None = None) -> Iterator[Window]:
-        """Windows without end from the beginning of one on; ``None``: from the first row."""
+        """Windows without end from the beginning of one on, or from the first row."""
         start = start or {"epoch": 0, "window": 0, "sources": [{} for _ in self.sources]}
         epoch, number = start["epoch"], start["window"]
         readers = [_Reader(**at) for at in start["sources"]]
@@ -189,10 +184,7 @@ class StreamLoader(Resumable):
         self._ends: dict[int, dict[str, Any] | None] = {}
 
     def position(self, step: int) -> dict[str, Any] | None:
-        """The position after optimizer step ``step``, which is one of the last few; ``None``: the beginning.
-
-        A step that Lightning ends early, by ``limit_train_batches``, ends behind all of its global batch.
-        """
+        """The position after one of the last optimizer steps; one that Lightning ends early ends behind its batch."""
         return self._ends[min(step, max(self._ends))] if self._ends else self.begin()[1]
 
     def record(self, step: int) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,6 @@ from torch.utils.data import DataLoader, Dataset
 from lit_fsdp.host import return_freed_memory
 
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-_SECONDS = 1.0
 
 
 def load(
@@ -37,7 +37,7 @@ def load(
         collate_fn=_as_it_is,
         pin_memory=pin_memory,
         generator=torch.Generator(),  # the global one stays as it is, which resuming relies on
-        worker_init_fn=obey_parent_only,
+        worker_init_fn=partial(obey_parent_only, os.getpid()),
     )
     return_freed_memory()  # a forked loader would hold on to what this process is about to write over
     # loaders begin with signals blocked, and nothing is lost for this process
@@ -57,17 +57,17 @@ def _as_it_is(item: Any) -> Any:
     return item
 
 
-def obey_parent_only(worker_id: int) -> None:
+def obey_parent_only(parent: int, worker_id: int) -> None:
     """Called first in a loader: from now on only its parent can ask it to end (SIGTERM), and does when it dies."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads of tokenizers do not survive a fork
     signal.set_wakeup_fd(-1)
     signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED)  # already so if it was forked
-    threading.Thread(target=_wait_for_parent, args=(os.getppid(),), name="signals", daemon=True).start()
+    threading.Thread(target=_wait_for_parent, args=(parent,), name="signals", daemon=True).start()
 
 
 def _wait_for_parent(parent: int) -> None:
     while os.getppid() == parent:  # torch's loaders look only between batches, which one that is stuck never reaches
-        received = signal.sigtimedwait(_IGNORED, _SECONDS)
+        received = signal.sigtimedwait(_IGNORED, 1.0)
         if received and received.si_signo == signal.SIGTERM and received.si_pid == parent:
             break
     os._exit(0)

@@ -122,6 +122,7 @@ class EngineStrategy(Checkpoints):
     num_processes: int
     world_size: int
     global_rank: int
+    _launcher: Any
     _layer_sync: Any  # of Trainer(sync_batchnorm=True)
 
     def __init__(self, config: StrategyConfig) -> None:
@@ -193,6 +194,20 @@ class EngineStrategy(Checkpoints):
         wrong = config.engine == "fsdp1" and verb == "fit" and not module.automatic_optimization
         given = f"fsdp1 with manual optimization ({type(module).__name__})"
         require(not wrong, f"{self.path}.engine", given, "fsdp2 | ddp | single")
+
+    def _configure_launcher(self) -> None:
+        """Let Lightning's launcher start further processes once this one has found nothing to refuse."""
+        super()._configure_launcher()  # type: ignore[misc]
+        if self._launcher is None:
+            return
+        launch = self._launcher.launch
+
+        @functools.wraps(launch)
+        def launch_checked(function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+            self.check_environment(trainer, self.lightning_module, trainer.state.fn)
+            return launch(function, *args, trainer=trainer, **kwargs)
+
+        self._launcher.launch = launch_checked
 
     def setup_environment(self) -> None:
         """Start the process group (of one for ``single``), settle ``precision: auto``, and build the mesh."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import numpy as np
 from rich.table import Table
@@ -12,18 +12,10 @@ from rich.text import Text
 
 from lit_fsdp.data.packing import Samples
 from lit_fsdp.report.samples import visible
-from lit_fsdp.report.tables import wide_console
-
-_NUM_BINS = 40
-
-
-def print_data(record: Mapping[str, Any], file: TextIO) -> None:
-    """Print what :func:`lit_fsdp.data.stats.describe_data` returned."""
-    wide_console(file).print(data_table(record))
 
 
 def data_table(record: Mapping[str, Any]) -> Table:
-    """One column per split."""
+    """What :func:`lit_fsdp.data.stats.describe_data` returned, one column per split."""
     packing = "packed" if record["packing"] else f"padded, {record['micro_batch_size']} to a micro-batch"
     title = (
         f"Data: {record['template']} chat template, loss on {record['loss_on']}, "
@@ -44,31 +36,28 @@ def _cells(split: Mapping[str, Any]) -> dict[str, str]:
     packs, dropped = split["packs"], "\n".join(f"{count:,} {reason}" for reason, count in split["dropped"].items())
     sources = [f"{source['name']}: {source.get('rows', '')} {source['format']}" for source in split["sources"]]
     return {
-        "seen": split.get("seen", ""),
+        "from": split["from"],
         "samples of each source": "\n".join(sources),
         "rows read": f"{split['rows_read']:,}",
         "dropped": dropped or "0",
         "truncated": f"{split['truncated']:,}",
         "samples": f"{split['samples']:,}",
         "packs": f"{packs['count']:,}, {packs['fill']:.1%} full" if packs else "",
-        "tokens min / median / mean / p95 / max": " / ".join(f"{value:,.0f}" for value in split["lengths"].values()),
+        "tokens min / median / p95 / max": " / ".join(f"{value:,.0f}" for value in split["lengths"].values()),
         "supervised": f"{split['supervised_share']:.1%} of {split['tokens']:,} tokens",
-        "cache": split.get("cache", ""),
     }
 
 
 def write_plot(splits: Mapping[str, Samples], max_seq_length: int, path: Path) -> None:
     """Draw every split into one file: histograms of lengths, of supervised shares, and of how full the packs are."""
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")  # there may be no display
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, 3, figsize=(12, 3.6))
+    figure = Figure(figsize=(12, 3.6), layout="constrained")
+    axes = figure.subplots(1, 3)
     longest = max(int(split.lengths.max()) for split in splits.values())
     for name, split in splits.items():
         label, shares = f"{name} ({len(split.lengths):,})", 100 * split.num_supervised / split.lengths
-        axes[0].hist(split.lengths, np.linspace(0, longest + 1, _NUM_BINS), histtype="step", label=label)
+        axes[0].hist(split.lengths, np.linspace(0, longest + 1, 41), histtype="step", label=label)
         axes[1].hist(shares, np.linspace(0, 100, 21), histtype="step", label=label)
         axes[2].hist(100 * split.fills, np.linspace(0, 100, 51), histtype="step", label=label)
     axes[0].axvline(max_seq_length, color="grey", linestyle=":", label="max_seq_length")
@@ -77,6 +66,4 @@ def write_plot(splits: Mapping[str, Samples], max_seq_length: int, path: Path) -
         axis.set_xlabel(label)
         axis.set_yscale("symlog", linthresh=10)  # a few long samples are seen beside many short ones
         axis.legend(fontsize=8)
-    figure.tight_layout()
     figure.savefig(path, dpi=120)
-    pyplot.close(figure)

@@ -14,6 +14,8 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
+from lit_fsdp.data.batches import Sample
+
 _OPEN, _CLOSE = "⟦", "⟧"
 _OBEYED = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 _HEAD, _SUPERVISED, _SPECIAL = "bold cyan", "bold green", "reverse"
@@ -48,9 +50,7 @@ def _decoded(tokenizer: Any, ids: list[int], start: int, end: int) -> str:
     return both[len(before) :] if both.startswith(before) else decode(ids[start:end])
 
 
-def print_samples(
-    console: Console, tokenizer: Any, name: str, samples: Sequence[tuple[np.ndarray, np.ndarray]]
-) -> None:
+def print_samples(console: Console, tokenizer: Any, name: str, samples: Sequence[Sample]) -> None:
     """Samples as text; supervised tokens are colored, or between ``⟦`` and ``⟧`` where there is no color."""
     marks = console.color_system is None or console.no_color
     how = f"between {_OPEN} and {_CLOSE}" if marks else "green"

@@ -14,7 +14,8 @@ from torch.utils.data import DataLoader
 
 from lit_fsdp import CausalLMDataModule, CausalLMModule, Checkpoint
 from lit_fsdp.callbacks.isolation import IsolationProof
-from tests.dist.jobs import fit, here, local, module_for, trainer_for, whole
+from lit_fsdp.data.batches import collate, collate_packs
+from tests.dist.jobs import fit, here, module_for, trainer_for, whole
 
 
 class Proofs(IsolationProof):
@@ -38,21 +39,6 @@ class Proofs(IsolationProof):
         return self.records[-1]
 
 
-class Gradients(Callback):
-    """The first step's gradients on this rank, one after the other, as the optimizer saw them."""
-
-    def __init__(self) -> None:
-        self.values: torch.Tensor | None = None
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """They are there until the next backward pass."""
-        if self.values is None and trainer.global_step:
-            grads = [param.grad for _, param in sorted(pl_module.named_parameters()) if param.grad is not None]
-            self.values = torch.cat([torch.zeros(0), *(local(grad).detach().flatten() for grad in grads)])
-
-
 def packed_run(
     folder: str,
     run: str,
@@ -66,27 +52,20 @@ def packed_run(
 ) -> dict[str, Any]:
     """Train on generated rows; what a run finds, what was proved, and gradients as a file."""
     os.environ["LIT_FSDP_CACHE"] = f"{Path(run).parent}/cache"
-    proofs, gradients = Proofs(), Gradients()
+    proofs, gradients = Proofs(), _Gradients()
     module = module_for(folder, model, warmup_steps=4)
     rows = {"train": "generated:60", "max_seq_length": 64, "seed": 3, **data}
     callbacks = [proofs, gradients, Checkpoint(every_steps=every, keep_last=-1)]
     run_of = {"steps": steps, "ckpt_path": ckpt_path, "default_root_dir": run, "seed": 5}
     trainer, found = fit(module, {"precision": "fp32", **strategy}, callbacks, CausalLMDataModule(**rows), **run_of)
-    if grads is not None:
-        torch.save(gradients.values, f"{grads}-{trainer.global_rank}.pt")
+    if grads is not None and trainer.is_global_zero:
+        torch.save(torch.cat([grad.flatten() for _, grad in sorted(gradients.full.items())]), grads)
     totals = {"supervised": float(module.step_totals[0]), "slots": float(module.step_totals[4])}
     return {**found, **totals, "proofs": proofs.records}
 
 
 def leaking_run(folder: str, run: str, strategy: dict[str, Any], how: str) -> None:
-    """A run in which something is broken: the mask overlooks packs, there is a 2-D mask, or positions do not restart.
-
-    Args:
-        folder: The model.
-        run: The run folder.
-        strategy: Of the run.
-        how: ``mask``, ``2d`` or ``positions``.
-    """
+    """A run in which the ``mask`` overlooks packs, there is a ``2d`` one, or ``positions`` do not restart."""
     from transformers import masking_utils
     from transformers.models.llama import modeling_llama
 
@@ -162,30 +141,15 @@ def samples() -> list[dict[str, torch.Tensor]]:
         ids = torch.randint(0, 40, (6 + index % 9,), generator=generator)
         labels = ids.clone()
         labels[: len(ids) if index == 4 else index % 5] = -100
-        found.append({"input_ids": ids, "labels": labels, "position_ids": torch.arange(len(ids))})
+        found.append({"input_ids": ids, "labels": labels})
     return found
 
 
-def micro_batches(packed: bool) -> list[dict[str, torch.Tensor]]:
+def micro_batches(packed: bool) -> list[dict[str, Any]]:
     """The samples in pairs: two padded rows, or one row that holds both and a sequence of padding."""
-    pairs, all_samples = [], samples()
-    for a, b in zip(all_samples[::2], all_samples[1::2], strict=True):
-        if packed:
-            fill = torch.arange(2 * _LENGTH + 1 - len(a["input_ids"]) - len(b["input_ids"]))
-            ends = {"input_ids": fill * 0, "labels": fill * 0 - 100, "position_ids": fill}
-            pairs.append({name: torch.cat([a[name], b[name], ends[name]])[None] for name in a})
-            continue
-        fills = {"input_ids": 0, "labels": -100, "attention_mask": 0}
-        both = [{**s, "attention_mask": torch.ones_like(s["labels"])} for s in (a, b)]
-        pairs.append(
-            {
-                name: torch.stack(
-                    [torch.cat([s[name], s[name].new_full((_LENGTH - len(s[name]),), fill)]) for s in both]
-                )
-                for name, fill in fills.items()
-            }
-        )
-    return pairs
+    found = [(sample["input_ids"].numpy(), (sample["labels"] != -100).numpy()) for sample in samples()]
+    pairs = list(zip(found[::2], found[1::2], strict=True))
+    return [collate_packs([pair], 2 * _LENGTH + 1, 0) if packed else collate(pair, 0) for pair in pairs]
 
 
 class _Cut(LightningDataModule):
@@ -200,6 +164,8 @@ class _Cut(LightningDataModule):
 
 
 class _Gradients(Callback):
+    """All of the first step's, as the optimizer sees them."""
+
     def __init__(self) -> None:
         self.full: dict[str, torch.Tensor] = {}
 
@@ -207,6 +173,8 @@ class _Gradients(Callback):
         trainer.optimizers[0].register_step_pre_hook(lambda *ignored: self._keep(pl_module))
 
     def _keep(self, module: LightningModule) -> None:
+        if self.full:
+            return
         root: Any = module.trainer.strategy.model
         gathered: Any = nullcontext()
         if isinstance(root, FullyShardedDataParallel):

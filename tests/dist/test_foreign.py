@@ -129,3 +129,22 @@ def test_the_examples_run(root: Path, tmp_path: Path) -> None:
     done = run_script(script, root, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("32 steps, loss ") == 1
+
+
+def test_what_is_refused_is_refused_before_further_processes_start(root: Path, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os\n"
+        "print('started', os.environ.get('LOCAL_RANK', 'first'), flush=True)\n"
+        "from lightning.pytorch import Trainer\n"
+        "from lightning.pytorch.callbacks import StochasticWeightAveraging\n"
+        "from lightning.pytorch.demos.boring_classes import BoringModel\n"
+        "from lit_fsdp import fsdp_strategy\n"
+        "average = StochasticWeightAveraging(swa_lrs=1e-2)\n"
+        "Trainer(accelerator='cpu', devices=2, strategy=fsdp_strategy(), callbacks=[average]).fit(BoringModel())\n"
+    )
+    done = run_script(script, root)
+    assert done.returncode == 1
+    assert done.stdout.split("\n")[0] == "started first"
+    assert "started 1" not in done.stdout
+    assert done.stderr.count("trainer.callbacks: got StochasticWeightAveraging") == 1

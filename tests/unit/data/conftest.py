@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import csv
+import gzip
 import importlib.util
+import json
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +49,30 @@ def metaspace_tokenizer() -> PreTrainedTokenizerFast:
     backend.decoder = decoders.Metaspace(prepend_scheme="always")
     backend.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in _MARKS])
     return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> str:
+    """Write a file of the kind that its name says."""
+    if path.suffix in (".csv", ".tsv"):
+        with path.open("w", newline="", encoding="utf-8", errors="surrogatepass") as file:
+            cells = [[*rows[0]], *(row.values() for row in rows)]
+            csv.writer(file, delimiter="," if path.suffix == ".csv" else "\t").writerows(cells)
+    elif path.suffix in (".parquet", ".arrow"):
+        import pyarrow
+        import pyarrow.parquet
+
+        table = pyarrow.Table.from_pylist(rows)
+        if path.suffix == ".parquet":
+            pyarrow.parquet.write_table(table, path, row_group_size=9)
+        else:
+            with pyarrow.OSFile(str(path), "wb") as sink, pyarrow.ipc.new_stream(sink, table.schema) as writer:
+                writer.write_table(table, max_chunksize=9)
+    else:
+        lines = [json.dumps(row, ensure_ascii=False) for row in rows]
+        text = f"[{','.join(lines)}]" if path.suffix == ".json" else "".join(f"{line}\n" for line in lines)
+        content = text.encode(errors="surrogatepass")
+        path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+    return str(path)
 
 
 def encoder_of(tokenizer: Any, config: DataConfig, template: str | None = None) -> RowEncoder:

@@ -32,19 +32,6 @@ def tokenizer(small: Any) -> Any:
     small.chat_template = None
 
 
-def _module(tokenizer: Any, rank: tuple[int, int] = (0, 1), step: int = 0, **options: Any) -> CausalLMDataModule:
-    """A prepared data module of a Trainer that claims a rank and a step."""
-    given = {"train": "generated:22", "val": "generated:7", "global_batch_size": 8, "micro_batch_size": 2, **options}
-    data = CausalLMDataModule(**given)
-    data.attach(tokenizer, seed=1)
-    data.prepare(("train", "val"))
-    root_device = torch.device("cpu")
-    data.trainer = SimpleNamespace(  # type: ignore[assignment]
-        global_rank=rank[0], world_size=rank[1], global_step=step, strategy=SimpleNamespace(root_device=root_device)
-    )
-    return data
-
-
 def _alone(**options: Any) -> Any:
     """A Trainer of one rank, as far as ``setup`` looks at it."""
     strategy = SimpleNamespace(reduce_boolean_decision=lambda decision: decision, broadcast=lambda found: found)
@@ -53,44 +40,10 @@ def _alone(**options: Any) -> Any:
     return SimpleNamespace(**given)
 
 
-def _rows(loader: Any, count: int | None = None) -> list[list[int]]:
-    batches = iter(loader)
-    return [next(batches)["row"].tolist() for _ in range(len(loader) if count is None else count)]
-
-
-def _global_batches(tokenizer: Any, ranks: int, step: int, steps: int, micro: int) -> list[list[int]]:
-    """Sorted row ids of each global batch, put together from all ranks."""
-    loaders = [_module(tokenizer, (r, ranks), step, micro_batch_size=micro).train_dataloader() for r in range(ranks)]
-    assert len({len(loader) for loader in loaders}) == 1
-    iterators = [iter(loader) for loader in loaders]
-    found = []
-    for index in range(step, step + steps):
-        rows = 6 if index % 3 == 2 else 8  # 22 rows: two whole global batches, then six rows
-        taken = [next(it)["row"].tolist() for _ in range(-(-rows // (ranks * micro))) for it in iterators]
-        found.append(sorted(row for part in taken for row in part if row != -1))
-        assert len(found[-1]) == rows
-    return found
-
-
-def test_same_global_batches_on_any_ranks(tokenizer: Any):
-    wanted = _global_batches(tokenizer, 1, 0, 7, micro=8)
-    assert sorted(chain(*wanted[:3])) == sorted(chain(*wanted[3:6])) == list(range(22))
-    assert wanted[:3] != wanted[3:6]
-    for ranks, micro in [(2, 1), (4, 2), (8, 1)]:
-        for step in (1, 5):
-            assert _global_batches(tokenizer, ranks, step, 2, micro) == wanted[step : step + 2]
-
-
-def test_validation_counts_every_row_once(tokenizer: Any):
-    assert _rows(_module(tokenizer).val_dataloader()) == [[0, 1], [2, 3], [4, 5], [6]]
-    per_rank = [_rows(_module(tokenizer, (rank, 2), micro_batch_size=3).val_dataloader()) for rank in range(2)]
-    assert per_rank == [[[0, 1, 2], [6]], [[3, 4, 5], [-1]]]
-
-
 def test_loading_leaves_the_global_generator_alone(tokenizer: Any):
     before = torch.get_rng_state()
-    batches = [_rows(_module(tokenizer, num_workers=workers).train_dataloader()) for workers in (0, 2)]
-    assert batches[0] == batches[1]
+    seen = [_fit(tokenizer, 6, num_workers=workers)[0].seen for workers in (0, 2)]
+    assert seen[0] == seen[1]
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -197,7 +150,7 @@ def test_bad_input(tokenizer: Any):
     with pytest.raises(ConfigError, match=r"call datamodule\.attach"):
         CausalLMDataModule(train="generated:4").prepare(("train",))
     with pytest.raises(ConfigError, match=r"set data\.test: rows\.jsonl"):
-        _module(tokenizer).test_dataloader()
+        _trainer().test(_Recorder(tokenizer), CausalLMDataModule(train="generated:4"))
 
 
 def test_packing_without_a_proof_is_said(tokenizer: Any, caplog: pytest.LogCaptureFixture):

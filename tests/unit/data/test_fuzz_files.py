@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import gzip
-import json
 import os
 import random
 from collections import Counter
@@ -13,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
 
 from lit_fsdp.config.data import DataConfig
 from lit_fsdp.data.packing import prepare_samples
 from lit_fsdp.data.stream import SampleStream
 from lit_fsdp.errors import ConfigError, DataError
-from tests.unit.data.conftest import encoder_of
+from tests.unit.data.conftest import encoder_of, write_rows
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
@@ -57,29 +55,11 @@ def _spoilt(value: Any, draw: random.Random) -> Any:
 
 def _write(path: Path, rows: list[Any], draw: random.Random) -> None:
     """The rows in a file of this kind, some of whose bytes may be cut off or replaced."""
-    if path.suffix in (".csv", ".tsv"):
-        delimiter = "," if path.suffix == ".csv" else "\t"
-        with path.open("w", newline="", encoding="utf-8", errors="surrogatepass") as file:
-            cells = ([str(value) for value in row.values()] for row in rows)
-            csv.writer(file, delimiter=delimiter).writerows([[*rows[0]], *cells])
-    elif path.suffix in (".parquet", ".arrow"):
-        import pyarrow
-        import pyarrow.parquet
-
-        try:
-            table = pyarrow.Table.from_pylist(rows)
-        except (pyarrow.ArrowException, ValueError, OverflowError, TypeError):  # different types in one column
-            table = pyarrow.table({"text": [ascii(row) for row in rows]})
-        if path.suffix == ".parquet":
-            pyarrow.parquet.write_table(table, path, row_group_size=3)
-        else:
-            with pyarrow.OSFile(str(path), "wb") as sink, pyarrow.ipc.new_stream(sink, table.schema) as writer:
-                writer.write_table(table, max_chunksize=3)
-    else:
-        lines = [json.dumps(row) for row in rows]
-        path.write_text(f"[{','.join(lines)}]" if path.suffix == ".json" else "\n".join(lines), encoding="utf-8")
-    content = path.read_bytes() if path.suffix != ".gz" else gzip.compress(path.read_bytes(), 1)
-    path.write_bytes(content)
+    try:
+        write_rows(path, rows)
+    except (pyarrow.ArrowException, ValueError, OverflowError, TypeError):  # different types in one column
+        write_rows(path, [{"text": ascii(row)} for row in rows])
+    content = path.read_bytes()
     at, how = draw.randrange(len(content)), draw.random()
     if how < 0.1:
         path.write_bytes(content[:at])

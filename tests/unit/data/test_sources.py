@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import csv
-import gzip
 import hashlib
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +16,7 @@ from lit_fsdp.data.generated import generated_rows
 from lit_fsdp.data.readers import Row
 from lit_fsdp.data.sources import find_sources, pinned
 from lit_fsdp.errors import ConfigError, DataError
+from tests.unit.data.conftest import write_rows
 
 ROWS: list[dict[str, Any]] = [
     {"prompt": f"p{i}", "completion": 'x, "y"\nz é\u2028' * (i % 3) + "007"} for i in range(1100)
@@ -39,53 +37,16 @@ def _write(path: Path, content: bytes | str) -> Path:
     return path
 
 
-def _lines(rows: list[dict[str, Any]]) -> str:
-    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-
-
-def _csv(path: Path) -> None:
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(ROWS[0]))
-        writer.writeheader()
-        writer.writerows(ROWS)
-
-
-def _parquet(path: Path) -> None:
-    import pyarrow
-    import pyarrow.parquet
-
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), path, row_group_size=700)
-
-
-def _arrow(path: Path) -> None:
-    import pyarrow
-
-    table = pyarrow.Table.from_pylist(ROWS)
-    with pyarrow.OSFile(str(path), "wb") as sink, pyarrow.ipc.new_file(sink, table.schema) as writer:
-        writer.write_table(table, max_chunksize=700)
-
-
-def _saved(path: Path) -> None:
+def test_the_same_rows_from_any_position(tmp_path: Path):
     import datasets
 
-    datasets.Dataset.from_list(ROWS).save_to_disk(str(path))
-
-
-KINDS: dict[str, Callable[[Path], Any]] = {
-    "a[1].jsonl": lambda path: path.write_text(_lines(ROWS)),
-    "a.jsonl.gz": lambda path: path.write_bytes(gzip.compress(_lines(ROWS).encode())),
-    "list.json": lambda path: path.write_text(json.dumps(ROWS)),
-    "lines.json": lambda path: path.write_text("\n" + _lines(ROWS)),
-    "a.csv": _csv,
-    "a[1].parquet": _parquet,
-    "file.arrow": _arrow,
-    "saved": _saved,
-}
-
-
-def test_the_same_rows_from_any_position(tmp_path: Path):
-    for name, write in KINDS.items():
-        write(tmp_path / name)
+    for name in ("a[1].jsonl", "a.jsonl.gz", "list.json", "lines.json", "a.csv", "a[1].parquet", "file.arrow", "saved"):
+        if name == "saved":
+            datasets.Dataset.from_list(ROWS).save_to_disk(str(tmp_path / name))
+        elif name == "lines.json":
+            (tmp_path / name).write_text("\n" + (tmp_path / "a[1].jsonl").read_text())
+        else:
+            write_rows(tmp_path / name, ROWS)
         (source,) = find_sources(str(tmp_path / name))
         assert source.row_format == "prompt_completion"
         found = list(source.read())
@@ -97,19 +58,15 @@ def test_the_same_rows_from_any_position(tmp_path: Path):
 
 def test_what_a_row_says_is_not_changed(tmp_path: Path):
     """Texts that look like dates stay texts, numbers keep their kind, and no key comes from another row."""
-    import pyarrow
-    import pyarrow.parquet
-
     rows = [
         {"prompt": "2020-01-01", "completion": "2021-02-03T04:05:06"},
         {"messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": {"a": 1, "b": "y"}}]}]},
         {"messages": [{"role": "assistant", "tool_calls": [{"name": "g", "arguments": {"c": 1.5, "a": 2}}]}]},
     ]
-    assert _rows(_write(tmp_path / "a.jsonl", _lines(rows))) == rows
-    assert _rows(_write(tmp_path / "a.json", json.dumps(rows))) == rows
+    for name in ("a.jsonl", "a.json"):
+        assert _rows(write_rows(tmp_path / name, rows)) == rows
     assert _rows(_write(tmp_path / "one.json", json.dumps(rows[1], indent=1))) == rows[1:2]  # a row, and no messages
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows[1:2] + rows[2:]), tmp_path / "a.parquet")
-    assert _rows(tmp_path / "a.parquet") == rows[1:]  # without the keys that Arrow added
+    assert _rows(write_rows(tmp_path / "a.parquet", rows[1:])) == rows[1:]  # without the keys that Arrow added
 
 
 def test_locations_marks_and_blank_lines(tmp_path: Path):
@@ -210,7 +167,7 @@ def test_names_on_the_hub_are_pinned_to_a_commit(monkeypatch: pytest.MonkeyPatch
     assert old.hub["revision"] == "b" * 40
     assert [at for at, _ in old.read()] == [(0, 1), (1, 1)]  # shard and row
     assert [source.parse(raw)[1] for source in [old] for _, raw in old.read(1, 0)] == [{"text": "b"}]
-    assert old.edges_digest() != find_sources("imdb", streaming=True)[0].edges_digest()
+    assert old.digest(None) != find_sources("imdb", streaming=True)[0].digest(None)
     entries = pinned(["imdb", SourceConfig(source="gsm8k:main", revision="old", format="text"), "generated:3"])
     assert [(entry.format, entry.revision) for entry in entries] == [(None, "a" * 40), ("text", "b" * 40), (None, None)]
     monkeypatch.setattr(datasets, "load_dataset_builder", None)  # whoever has the commit does not ask again
@@ -224,7 +181,7 @@ def test_names_on_the_hub_are_pinned_to_a_commit(monkeypatch: pytest.MonkeyPatch
 
 
 def test_names_that_are_not_there(tmp_path: Path):
-    path = _write(tmp_path / "rows.jsonl", _lines(ROWS[:1]))
+    path = write_rows(tmp_path / "rows.jsonl", ROWS[:1])
     with pytest.raises(DataError, match=rf"^{path}x\.csv: no such file\n  fix:     check the path, relative to /"):
         find_sources(f"{path}x.csv")
     with pytest.raises(DataError, match=r"\*\.csv: no such file"):
@@ -241,7 +198,7 @@ def test_names_that_are_not_there(tmp_path: Path):
 
 
 def test_columns_and_formats(tmp_path: Path):
-    path = _write(tmp_path / "a.jsonl", _lines([{"q": "x", "a": "y", "prompt": "no"}]))
+    path = write_rows(tmp_path / "a.jsonl", [{"q": "x", "a": "y", "prompt": "no"}])
     assert _read(path, columns={"prompt": "q", "completion": "a"})[0][1] == {"prompt": "x", "completion": "y"}
     with pytest.raises(DataError, match=r"a\.jsonl: no column 'z', .*\n  allowed: \['a', 'q'\]"):
         _ = find_sources(str(path), DataConfig(columns={"prompt": "z"}))[0].row_format
@@ -251,7 +208,7 @@ def test_columns_and_formats(tmp_path: Path):
     entry = SourceConfig(source=str(path), columns={"prompt": "a"})
     ((_, row),) = find_sources([entry], DataConfig(columns={"prompt": "q"}))[0].rows()
     assert row == {"prompt": "y", "q": "x"}
-    with pytest.raises(ConfigError, match=r"columns\.chat: .*\n  allowed: .*\{messages: chat\}"):
+    with pytest.raises(ConfigError, match=r"columns\.chat: .*\n  allowed: .*\n  fix: .*\{messages: chat\}"):
         DataConfig(columns={"chat": "messages"})
 
 
@@ -259,13 +216,15 @@ def test_columns_and_formats(tmp_path: Path):
 
 
 def test_a_digest_is_of_content_and_kind(tmp_path: Path):
-    content = _lines(ROWS[:2])
+    import datasets
+
+    content = "".join(json.dumps(row) + "\n" for row in ROWS[:2])
     names = {"a.jsonl": content, "copy.jsonl": content, "a.ndjson": content, "more.jsonl": content + "\n"}
     digests = [find_sources(str(_write(tmp_path / name, text)))[0].digest(tmp_path) for name, text in names.items()]
     assert [digests.index(digest) for digest in digests] == [0, 0, 2, 3]
     ends = (_write(tmp_path / "long.jsonl", "a" * 2**18 + end) for end in "bc")
-    assert len({find_sources(str(path))[0].edges_digest() for path in ends}) == 2
-    _saved(tmp_path / "saved")
+    assert len({find_sources(str(path))[0].digest(None) for path in ends}) == 2
+    datasets.Dataset.from_list(ROWS).save_to_disk(str(tmp_path / "saved"))
     saved = [find_sources(str(tmp_path / "saved"))[0].digest(tmp_path)]
     arrow = next((tmp_path / "saved").glob("*.arrow"))
     arrow.write_bytes(arrow.read_bytes().replace(b"p7", b"p8"))  # beside it lies the old fingerprint of datasets
@@ -274,7 +233,8 @@ def test_a_digest_is_of_content_and_kind(tmp_path: Path):
 
 def test_bytes_are_hashed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Any number of ranks, at any number of starts; but a file that was written just now may be written again."""
-    path = _write(tmp_path / "a.jsonl", _lines(ROWS))
+    path = tmp_path / "a.jsonl"
+    write_rows(path, ROWS)
     hashed: list[Any] = []
     real = hashlib.file_digest
     monkeypatch.setattr(hashlib, "file_digest", lambda *words: hashed.append(words) or real(*words))
@@ -284,6 +244,6 @@ def test_bytes_are_hashed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     digests += [find_sources(str(path))[0].digest(tmp_path / "cache") for _ in range(3)]
     assert len(hashed) == 3
     assert len(set(digests)) == 1
-    _write(path, _lines(ROWS[1:]))
+    write_rows(path, ROWS[1:])
     os.utime(path, (1e9, 1e9))
     assert find_sources(str(path))[0].digest(tmp_path / "cache") not in digests

@@ -32,14 +32,14 @@ def test_counts(tmp_path: Path):
     assert (split["rows_read"], split["samples"], split["packs"]) == (4, 2, None)
     assert split["dropped"] == {"without a supervised token": 1, "cut before the assistant's turn": 1}
     assert split["supervised_share"] == split["supervised_tokens"] / split["tokens"]
-    assert Path(split["cache"]).is_dir()
+    assert Path(split["from"]).is_dir()
 
 
 def test_of_a_stream_the_first_rows_are_looked_at(tmp_path: Path):
     """By the same numbers as of rows that are tokenized as a whole."""
     rows = [("u:" + "q" * (100 * (i == 3)) + str(i % 7), "a:" + "x" * (i % 5 + 1)) for i in range(1500)]
     split = _described(tmp_path / "t.jsonl", *rows, packing=True, streaming=True)
-    assert (split.pop("seen"), split.pop("sources")[0]["format"]) == ("the first 1,000 rows of a stream", "messages")
+    assert (split.pop("from"), split.pop("sources")[0]["format"]) == ("the first 1,000 rows of a stream", "messages")
     whole = _described(tmp_path / "t.jsonl", *rows[:1000], packing=True)
     assert {name: whole[name] for name in split} == split
     with pytest.raises(DataError, match="the first 1 rows of a stream: no token of any row is supervised"):

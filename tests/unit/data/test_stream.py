@@ -17,26 +17,19 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
 
 from lit_fsdp.config.data import DataConfig, SourceConfig
 from lit_fsdp.data.stream import SampleStream, StreamLoader
-from lit_fsdp.data.workers import obey_parent_only
+from lit_fsdp.data.workers import load
 from lit_fsdp.errors import DataError
-from tests.unit.data.conftest import encoder_of
+from tests.unit.data.conftest import encoder_of, write_rows
 from tests.unit.data.conversations import CHATML as TEMPLATE
 
 
 def _file(path: Path, count: int, start: int = 0) -> str:
-    rows = [{"prompt": f"p{i}", "completion": f"c{i}" * (1 + i % 5)} for i in range(start, start + count)]
-    if path.suffix == ".parquet":
-        import pyarrow
-        import pyarrow.parquet
-
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=9)
-    else:
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
+    return write_rows(
+        path, [{"prompt": f"p{i}", "completion": f"c{i}" * (1 + i % 5)} for i in range(start, start + count)]
+    )
 
 
 def _loader(small: Any, rank: tuple[int, int] = (0, 1), micro: int = 1, **options: Any) -> StreamLoader:
@@ -146,10 +139,7 @@ def test_a_stuck_loader_ends_when_its_parent_dies() -> None:
     reader, writer = os.pipe()
     parent = os.fork()
     if parent == 0:
-        loader: DataLoader[int] = DataLoader(
-            Stuck(writer), batch_size=None, num_workers=1, worker_init_fn=obey_parent_only, generator=torch.Generator()
-        )
-        next(iter(loader))
+        next(load(Stuck(writer), 1))
     worker = int(os.read(reader, 20))
     os.close(writer)
     os.kill(parent, signal.SIGKILL)
