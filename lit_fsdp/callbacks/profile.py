@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -29,15 +30,14 @@ class ProfileWindow(Callback):
         self.records: list[dict[str, Any]] = []
         """What :func:`lit_fsdp.metrics.trace.trace_record` says of each rank, once the window is over, and
         ``operators``: name, ms and calls per step of those that take longest by themselves."""
-        self._mark: Any = None
+        self._mark = contextlib.ExitStack()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin with the steps before the window."""
         for path in self.folder.glob("rank-*.json") if trainer.is_global_zero else ():
             path.unlink()
         self._done, self._seen_step = 0, trainer.global_step
-        window = schedule(wait=WARMUP_STEPS - 1, warmup=1, active=self.steps, repeat=1)
-        self._profile = profile(schedule=window)
+        self._profile = profile(schedule=schedule(wait=WARMUP_STEPS - 1, warmup=1, active=self.steps, repeat=1))
         self._profile.start()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -68,11 +68,9 @@ class ProfileWindow(Callback):
         self._begin("data wait")
 
     def _begin(self, phase: str | None) -> None:
-        if self._mark is not None:
-            self._mark.__exit__(None, None, None)
-        self._mark = record_function(f"{PREFIX}{phase}") if phase else None
-        if self._mark is not None:
-            self._mark.__enter__()
+        self._mark.close()
+        if phase:
+            self._mark.enter_context(record_function(f"{PREFIX}{phase}"))
 
     def _record(self, path: Path) -> dict[str, Any]:
         self._profile.export_chrome_trace(str(path))

@@ -62,7 +62,7 @@ def run_parity(argv: Sequence[str]) -> int:
         except RunRefused as refused:
             print(refused, file=sys.stderr)
             return 1
-    sizes = {turn.name: max(map(turn.found.size, turn.found.steps)) for turn in turned}
+    sizes = {turn.name: turn.found.largest for turn in turned}
     # what makes a difference of its own; where each is within its tolerance, the largest
     names = [name for name, size in sizes.items() if size > 1] or sorted(sizes, key=sizes.__getitem__)[-1:]
     if options.json:
@@ -142,16 +142,14 @@ def _train_plain(recipe: dict[str, Any], steps: int) -> Any:
     data.prepare(("train",))
     data.fix_batches(1, None)
     device = torch.device("cpu" if trainer["accelerator"] == "cpu" or not torch.cuda.is_available() else "cuda")
-    model = module.model.float().train().to(device)
+    model = module.model.train().to(device)
     optim = module.config.optim
     rates = [optim.lr * schedule_factor(optim, step, steps) for step in range(steps)]
     clip = {trainer["gradient_clip_algorithm"] or "norm": trainer["gradient_clip_val"]}
 
     def batch(step: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        rows = [
-            [torch.tensor(part, device=device, dtype=torch.int64) for part in row] for row in data.rows_of_step(step)
-        ]
-        return [(ids, ids.where(supervised.bool(), -100)) for ids, supervised in rows]
+        rows = [[torch.tensor(part, device=device) for part in row] for row in data.rows_of_step(step)]
+        return [(ids.long(), ids.long().where(supervised.bool(), -100)) for ids, supervised in rows]
 
     def weights() -> list[tuple[str, torch.Tensor]]:
         return [(f"model.{name}", param) for name, param in model.named_parameters() if param.requires_grad]
@@ -172,11 +170,6 @@ def _tables(found: Any, turned: Sequence[Any]) -> str:
     for step, (losses, apart) in enumerate(zip(found.losses, found.steps, strict=True)):
         cells = ["-" if value is None else f"{value:.7g}" for value in losses]
         rows.append([str(step), *cells, *("-" if value is None else f"{value:.1e}" for value in apart)])
-    heads_of_turns = ("choice", "from", "to", "first step that differs", "by this many tolerances")
-    sizes = [f"{max(map(turn.found.size, turn.found.steps)):.1e}" for turn in turned]
-    firsts = ["-" if turn.found.first is None else str(turn.found.first) for turn in turned]
-    cells_of_turns = [
-        (turn.name, turn.before, turn.after, *by) for turn, *by in zip(turned, firsts, sizes, strict=True)
-    ]
-    tables = [columns([heads, *rows], right=heads), columns([heads_of_turns, *cells_of_turns])]
+    turns = [(turn.name, turn.before, turn.after, f"{turn.found.largest:.1e}") for turn in turned]
+    tables = [columns([heads, *rows], right=heads), columns([("choice", "from", "to", "Δ in tolerances"), *turns])]
     return "\n\n".join(tables if turned else tables[:1])

@@ -51,10 +51,14 @@ class Comparison:
     @property
     def first(self) -> int | None:
         """The first step in which they differ by more than is allowed."""
-        return next((number for number, step in enumerate(self.steps) if self.size(step) > 1), None)
+        return next((number for number, step in enumerate(self.steps) if self._size(step) > 1), None)
 
-    def size(self, step: Apart) -> float:
-        """The largest difference in a step in units of what is allowed."""
+    @property
+    def largest(self) -> float:
+        """The largest difference in units of what is allowed."""
+        return max(map(self._size, self.steps))
+
+    def _size(self, step: Apart) -> float:
         pairs = zip(step, TOLERANCES[self.dtype], strict=True)
         return max(math.inf if math.isnan(value) else value / most for value, most in pairs if value is not None)
 
