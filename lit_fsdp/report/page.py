@@ -250,7 +250,7 @@ def _chart(title: str, curves: Sequence[tuple[str, _Points, int, int]]) -> str:
         f'<svg viewBox="0 0 100 100" preserveAspectRatio="none" role="img" aria-label="{title}">{"".join(drawn)}</svg>'
     )
     plot = f'<div class=plot data-low="{_number(low)}" data-high="{_number(high)}">{svg}</div>'
-    legend.append(f"<small>{first:,} to {last:,}</small>")
+    legend.append(f"<small>steps {first:,} to {last:,}</small>")
     return f"<figure><figcaption>{title}</figcaption>{plot}<p class=legend>{' '.join(legend)}</p></figure>"
 
 
