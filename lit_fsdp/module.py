@@ -26,7 +26,7 @@ from lit_fsdp.checkpoint.manifest import Manifest, read_manifest
 from lit_fsdp.checkpoint.store import load_weights
 from lit_fsdp.config.model import ModelConfig, OptimConfig, schedule_factor
 from lit_fsdp.config.parser import build
-from lit_fsdp.errors import require
+from lit_fsdp.errors import ConfigError, require
 from lit_fsdp.metrics.step_metrics import STEP_COUNTS, SumMetric, batch_counts, eval_means, step_metrics
 from lit_fsdp.models.base import check_base, describe_base
 from lit_fsdp.models.build import build_on_meta, build_trainable, check_attention, kept_with_adapters
@@ -209,7 +209,10 @@ class CausalLMModule(LightningModule):
         if cls is torch.optim.AdamW:
             # Lightning's own strategies clip no fused one
             arguments.setdefault("fused", isinstance(self.trainer.strategy, EngineStrategy))
-        optimizer = cls(options, **{"lr": optim.lr} | arguments)
+        try:
+            optimizer = cls(options, **{"lr": optim.lr} | arguments)
+        except (TypeError, ValueError) as error:
+            raise ConfigError("model.optim", f"{optim.optimizer}: {error}", "what its constructor accepts") from error
         total = self._total_steps(optim)
         scheduler = LambdaLR(optimizer, lambda step: schedule_factor(optim, step, total))
         options = [{name: value for name, value in g.items() if name != "params"} for g in optimizer.param_groups]

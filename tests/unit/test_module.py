@@ -85,7 +85,7 @@ def mean_loss(net: CausalLMModule, batches: list[Batch]) -> torch.Tensor:
     return sums / max(1, count)
 
 
-def check_gradients(net: CausalLMModule, found: dict[str, torch.Tensor], loss: torch.Tensor) -> None:
+def assert_gradients(net: CausalLMModule, found: dict[str, torch.Tensor], loss: torch.Tensor) -> None:
     """‖Δ‖/‖g‖ ≤ 1e-6 against autograd."""
     named = dict(net.named_parameters())
     assert found.keys() == named.keys()
@@ -103,7 +103,7 @@ def test_gradients_are_those_of_the_mean_over_supervised_tokens():
     ):
         net, recorder = fit(batches, accumulate=accumulate)
         for grads, logged, window in zip(recorder.grads, recorder.logged, windows, strict=True):
-            check_gradients(net, grads, mean_loss(net, window))
+            assert_gradients(net, grads, mean_loss(net, window))
             assert logged["train_loss"] == pytest.approx(mean_loss(net, window).item(), rel=1e-6)
 
 
@@ -116,7 +116,7 @@ def test_a_training_step_of_ones_own_has_lightnings_mean():
 
     batches = [rows(1, 6), rows(7, 3)]
     net, recorder = fit(batches, module(Own, schedule="constant", lr=0.0), accumulate=2)
-    check_gradients(net, recorder.grads[0], (mean_loss(net, batches[:1]) + mean_loss(net, batches[1:])) / 2)
+    assert_gradients(net, recorder.grads[0], (mean_loss(net, batches[:1]) + mean_loss(net, batches[1:])) / 2)
 
 
 def test_a_global_batch_without_supervised_tokens_gives_zero():
@@ -187,3 +187,8 @@ def test_decay_is_for_matrices_only():
     assert {"norm" in names[id(p)] for p in plain["params"]} == {True}
     assert (len(plain["params"]), len(decayed["params"])) == (3, 8)
     assert (decayed["betas"], decayed["eps"], decayed["fused"]) == ((0.8, 0.9), 1e-6, False)
+
+
+def test_an_argument_that_the_optimizer_does_not_know():
+    with pytest.raises(ConfigError, match=r"model\.optim: got torch\.optim\.SGD: .*'nope'"):
+        fit([rows(1)], module(optimizer="torch.optim.SGD", optimizer_args={"nope": 1}))

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 # Packages that the code imports although it does not ask for them itself: other dependencies or an extra bring them.
 BROUGHT = {"numpy", "pyarrow", "tokenizers", "huggingface_hub", "packaging"}
-BROUGHT |= {"gguf", "torchao", "peft", "bitsandbytes", "liger_kernel", "matplotlib"}
+BROUGHT |= {"gguf", "torchao", "peft", "bitsandbytes", "liger_kernel", "matplotlib", "shtab"}
 
 
 def asserts(function: ast.FunctionDef) -> bool:
