@@ -39,8 +39,8 @@ def smoke(tmp_path_factory: pytest.TempPathFactory) -> Path:
     words = ("--verbose", "--trainer.default_root_dir", "run")
     done = lit_fsdp("fit", *SMOKE, *words, cwd=cwd, python=server().python)
     assert done.returncode == 0, done.stderr
-    assert "miniature: trainer.accelerator: 'gpu' → 'cpu'" in done.stderr
-    assert " → llama of 2 layers, hidden size 64, random init" in done.stderr
+    assert "miniature: model.optim.warmup_steps: 50 → 1 (4 steps)" in done.stderr
+    assert "miniature: model.name: llama of 2 layers, hidden size 64, random init" in done.stderr
     assert "FSDP units by the model's no-split classes (LlamaDecoderLayer)" in done.stderr
     return cwd
 
