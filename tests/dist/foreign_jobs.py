@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -102,9 +102,7 @@ class StepLosses(Callback):
         self.validation_batches += 1
 
 
-def plain_losses(
-    net: Any, steps: Iterable[int], clip: float | None = None, clip_value: float | None = None
-) -> list[float]:
+def plain_losses(net: Any, steps: Iterable[int], clip: Callable[[Any], object] = list) -> list[float]:
     """Losses of these steps in a plain loop over whole batches, in one process."""
     made, losses, schedule = net.configure_optimizers(), [], None
     if isinstance(made, dict):
@@ -113,10 +111,7 @@ def plain_losses(
         x, y = foreign_rows(step)
         loss = mse_loss(net(x), y)
         loss.backward()
-        if clip is not None:
-            torch.nn.utils.clip_grad_norm_(net.parameters(), clip)
-        if clip_value is not None:
-            torch.nn.utils.clip_grad_value_(net.parameters(), clip_value)
+        clip(net.parameters())
         made.step()
         made.zero_grad()
         if schedule is not None:
