@@ -1,14 +1,18 @@
-"""The realized-dtype contract names the tensor that differs, and observes what the engines really do."""
+"""The precision is the strategy's alone; its contract names the tensor that differs."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from lightning.pytorch import Trainer
 from torch import nn
 
 from lit_fsdp.config.strategy import StrategyConfig
-from lit_fsdp.errors import ContractError
+from lit_fsdp.errors import ConfigError, ContractError
 from lit_fsdp.parallel.precision import DtypeContract, apply_float8, cast_inputs
+from lit_fsdp.strategy import fsdp_strategy
 
 
 def test_inputs_by_name_are_cast_too():
@@ -39,3 +43,19 @@ def test_a_weight_of_another_dtype_is_named(caplog: pytest.LogCaptureFixture):
     net.weight.data = net.weight.data.bfloat16()
     contract.check_parameters("parameters", net.named_parameters())
     assert contract.realized["frozen parameters"]["bf16"] == 1
+
+
+def test_wrong_values_are_refused():
+    for field, value in (("engine", "ddp2"), ("backward_prefetch", "post"), ("precision", "bf16")):
+        with pytest.raises(ConfigError, match=rf"fsdp_strategy\.{field}: got {value}"):
+            fsdp_strategy(**{field: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.filterwarnings("ignore:.*GPU available but not used", "ignore:.*bf16.*")
+def test_precision_is_the_strategys_alone():
+    options: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "logger": False}
+    for engine, precision in (("fsdp2", "bf16-mixed"), ("fsdp1", "16-true")):
+        with pytest.raises(ConfigError, match=r"Trainer\(precision=...\): got " + precision):
+            Trainer(strategy=fsdp_strategy(engine=engine), precision=precision, **options)
+        trainer = Trainer(strategy=fsdp_strategy(engine=engine), precision=32, **options)
+        assert trainer.precision == "32-true"  # Lightning's default
