@@ -12,11 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import wrap
 
 from lit_fsdp import Checkpoint
-from lit_fsdp.module import CausalLMModule
 from lit_fsdp.parallel import activation, base, grads, precision
 from lit_fsdp.parallel.activation import recomputes
 from tests.dist.foreign_jobs import ForeignNet, StepLosses, loader
@@ -28,32 +27,28 @@ class Manual(ForeignNet):
 
     def __init__(self, how: str) -> None:
         super().__init__()
-        self.how, self.is_wrapped = how, False
+        self.how = how
 
     def configure_model(self) -> None:
-        if self.is_wrapped or self.how == "nothing":
-            return
-        self.is_wrapped = True
+        how, self.how = self.how, "nothing"  # it is called more than once
         strategy: Any = self.trainer.strategy
         for i, layer in enumerate(self.layers):
-            if self.how == "fully_shard":
+            if how == "fully_shard":
                 fully_shard(layer, **strategy.unit_options())
-            elif self.how == "device_mesh":  # as the documentation of Lightning's ModelParallelStrategy has it
+            elif how == "device_mesh":  # as the documentation of Lightning's ModelParallelStrategy has it
                 fully_shard(layer, mesh=self.device_mesh["data_parallel"])
-            elif self.how == "bare":
+            elif how == "bare":
                 fully_shard(layer)
-            else:
-                from torch.distributed.fsdp.wrap import wrap
-
+            elif how == "wrap":
                 self.layers[i] = wrap(layer)
 
 
 def train_wrapped_by_hand(strategy: dict[str, Any], how: str) -> dict[str, Any]:
     """Losses and units of a module that wraps itself, all of it from one seed."""
     torch.manual_seed(3)
-    module, losses = Manual(how), StepLosses()
+    losses = StepLosses()
     trainer = trainer_for(strategy, [losses], max_steps=4)
-    trainer.fit(module, loader(range(4)))
+    trainer.fit(Manual(how), loader(range(4)))
     live: Any = trainer.strategy
     return {"losses": losses.values, "units": sorted(live.realized_units()), "audit": live.audit}
 
@@ -167,6 +162,8 @@ def look(folder: str, strategy: dict[str, Any], steps: int = 3, **options: Any) 
     fsdp2: list[Any] = [m for m in units if isinstance(m, FSDPModule)]
     states = [m._get_fsdp_state() for m in fsdp2]
     return found | {
+        "planned": sorted(unit.name for unit in live.plan.units) if live.plan else None,
+        "realized": sorted(live.realized_units()),
         "reductions": counts.counts,
         "finds_unused": getattr(live._root, "find_unused_parameters", None),
         "sharding": sorted({m.sharding_strategy.name for m in fsdp1}),
@@ -202,26 +199,21 @@ def settled(
     return {**found, "lines": lines}
 
 
-class SwitchedOn(CausalLMModule):
-    """Somebody's model with transformers' own checkpointing on."""
-
-    def configure_model(self) -> None:
-        super().configure_model()
-        assert self.model is not None
-        for child in self.model.modules():
-            if hasattr(child, "gradient_checkpointing"):
-                child.gradient_checkpointing = True  # type: ignore[assignment]
-
-
 def train_activations(folder: str, strategy: dict[str, Any], theirs: bool = False) -> dict[str, Any]:
-    """Four steps; losses, a hash of the state, gathers, and what the blocks did."""
+    """Four steps; losses, a hash of the state, gathers, and what the blocks did; with transformers' switch on."""
     from torch._dynamo.utils import counters
 
     activation.BACKEND = "aot_eager"
     module = module_for(folder)
     gathers = Calls("all_gather", "all_gather_single", "all_gather_into_tensor")
     if theirs:
-        module.__class__ = SwitchedOn
+        configure = module.configure_model
+
+        def switched_on() -> None:
+            configure()
+            module.model.gradient_checkpointing_enable()
+
+        module.configure_model = switched_on
     _, found = fit(module, strategy, steps=4)
     blocks: list[Any] = [m for m in module.modules() if type(m).__name__.endswith("LlamaDecoderLayer")]
     return found | {
@@ -243,104 +235,30 @@ class Kept(Callback):
         self.gradient_bytes = _storage_bytes(p.grad for p in pl_module.parameters() if p.grad is not None)
 
 
-def kept_by_a_rank(
-    folder: str, strategy: dict[str, Any], num_nodes: int = 1, model: dict[str, Any] | None = None
-) -> dict[str, Any]:
+def kept_by_a_rank(folder: str, strategy: dict[str, Any], model: dict[str, Any]) -> dict[str, Any]:
     """The audit of two steps, and what this rank holds after them."""
     kept, module = Kept(), module_for(folder, model)
     trainer, found = fit(module, strategy, [kept], steps=2)
     optimizer: Any = trainer.optimizers[0]
     moments = [values[name] for values in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+    packed: list[Any] = [layer for layer in module.modules() if hasattr(layer, "quant_state")]
+    states = [layer.quant_state for layer in packed]  # the code book of doubly quantized scales is one for all layers
+    scales = [t for s in states for t in (s.absmax, s.code, *([s.offset, s.state2.absmax] if s.nested else []))]
     return {
         "audit": found["audit"],
         "kept": {
-            "num_params": found["local_numel"] + 3 * _packed_numel(module),
+            "num_params": found["local_numel"] + 3 * sum(local(layer.weight).numel() for layer in packed),  # 4 in one
             "parameter_bytes": _storage_bytes(module.parameters()),
             "gradient_bytes": kept.gradient_bytes,
             "optimizer_bytes": sum(local(m).numel() * m.element_size() for m in moments),
-            **_scales(module),
+            **({"quantization_bytes": sum(tensor.nbytes for tensor in scales)} if packed else {}),
         },
     }
-
-
-def _packed_numel(module: torch.nn.Module) -> int:
-    """Numbers on this rank with four weights each."""
-    return sum(local(layer.weight).numel() for layer in module.modules() if hasattr(layer, "quant_state"))
-
-
-def _scales(module: torch.nn.Module) -> dict[str, int]:
-    """Bytes that unpack 4-bit weights; the code book of doubly quantized scales is one for all layers."""
-    states: list[Any] = [layer.quant_state for layer in module.modules() if hasattr(layer, "quant_state")]
-    tensors = [[s.absmax, s.code, *([s.offset, s.state2.absmax] if s.nested else [])] for s in states]
-    return {"quantization_bytes": sum(t.nbytes for found in tensors for t in found)} if states else {}
 
 
 def _storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
     storages = {s.data_ptr(): s.nbytes() for s in (local(t).untyped_storage() for t in tensors)}
     return sum(storages.values())
-
-
-def train_with_units(folder: str, strategy: dict[str, Any], steps: int = 5) -> dict[str, Any]:
-    """What a run finds, and the units of the plan and of the live model."""
-    trainer, found = fit(module_for(folder), strategy, steps=steps)
-    live: Any = trainer.strategy
-    units = {"planned": sorted(u.name for u in live.plan.units), "realized": sorted(live.realized_units())}
-    return {**found, **units}
-
-
-def train_families(folders: list[str], strategies: list[dict[str, Any]], steps: int = 3) -> dict[str, list[Any]]:
-    """Losses of each model folder under each strategy, with its blocks recomputed, or what was said instead."""
-    found: dict[str, list[Any]] = {}
-    for folder in folders:
-        for strategy in strategies:
-            given = {"precision": "fp32", "activation_checkpointing": "full", **strategy}
-            try:
-                found.setdefault(folder, []).append(fit(module_for(folder), given, steps=steps)[1]["losses"])
-            except Exception as error:
-                found.setdefault(folder, []).append(repr(error)[:300])
-    return found
-
-
-class OneExpertBlock(nn.Module):
-    """Three experts, of which every rank calls another one; the last one is nobody's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.router = nn.Linear(12, 3)
-        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(12, 12), nn.Tanh()) for _ in range(3))
-        self.called = int(os.environ.get("RANK", "0"))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.experts[self.called](x) * self.router(x).mean()
-
-
-class ExpertNet(LightningModule):
-    """Somebody's mixture of experts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(OneExpertBlock() for _ in range(2))
-        self.head = nn.Linear(12, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
-
-    training_step = ForeignNet.training_step
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-2, weight_decay=0.1)
-
-
-def train_expert_net(strategy: dict[str, Any], steps: int) -> dict[str, Any]:
-    """Losses and live units of somebody's mixture of experts, on this rank's part of each eight rows."""
-    torch.manual_seed(5)
-    losses = StepLosses()
-    trainer = trainer_for(strategy, [losses], max_steps=steps)
-    trainer.fit(ExpertNet(), loader(range(steps)))
-    live: Any = trainer.strategy
-    return {"losses": losses.values, "realized": sorted(live.realized_units())}
 
 
 def fingerprint(tensor: torch.Tensor) -> str:
@@ -351,22 +269,22 @@ def fingerprint(tensor: torch.Tensor) -> str:
 
 
 class Loaded(Callback):
-    """Fingerprints of all tensors, gathered, before the first step."""
+    """Fingerprints of all tensors, gathered, before the first step; of a tied weight under its first name."""
 
     def __init__(self) -> None:
         self.found: dict[str, str] = {}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        left_out = ("_eval_metrics", "lm_head" if pl_module.model.config.tie_word_embeddings else "_")
         state = trainer.strategy.lightning_module_state_dict()
         for name, tensor in [*state.items(), *pl_module.named_buffers()]:
             clean = name.replace("_fsdp_wrapped_module.", "").removeprefix("model.")
-            if clean.startswith("_eval_metrics"):
-                continue
-            self.found[clean] = fingerprint(whole(tensor))
+            if not clean.startswith(left_out):
+                self.found[clean] = fingerprint(whole(tensor))
 
 
-def load_and_fingerprint(model: str, engine: str, seed: int = 11) -> dict[str, str]:
+def load_and_fingerprint(model: str, engine: str) -> dict[str, str]:
     """Fingerprints of the whole model by name, from a folder or a config."""
     loaded = Loaded()
-    fit(module_for(model), {"engine": engine, "precision": "fp32"}, [loaded], steps=1, seed=seed)
+    fit(module_for(model), {"engine": engine, "precision": "fp32"}, [loaded], steps=1, seed=11)
     return loaded.found

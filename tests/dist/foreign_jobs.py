@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +68,10 @@ class ForeignNet(LightningModule):
 
 
 class ForeignNetWithValidation(ForeignNet):
-    """Adds what people add: a validation step and a schedule, by which the learning rate halves after every step."""
+    """Adds what people add: steps of other verbs and a schedule, by which the learning rate halves at every step."""
+
+    def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self(batch[0])
 
     def validation_step(self, batch: tuple[torch.Tensor, torch.Tensor], batch_idx: int) -> None:
         self.log("val_loss", mse_loss(self(batch[0]), batch[1]), sync_dist=True)
@@ -99,9 +102,7 @@ class StepLosses(Callback):
         self.validation_batches += 1
 
 
-def plain_losses(
-    net: Any, steps: Iterable[int], clip: float | None = None, clip_value: float | None = None
-) -> list[float]:
+def plain_losses(net: Any, steps: Iterable[int], clip: Callable[[Any], object] = list) -> list[float]:
     """Losses of these steps in a plain loop over whole batches, in one process."""
     made, losses, schedule = net.configure_optimizers(), [], None
     if isinstance(made, dict):
@@ -110,10 +111,7 @@ def plain_losses(
         x, y = foreign_rows(step)
         loss = mse_loss(net(x), y)
         loss.backward()
-        if clip is not None:
-            torch.nn.utils.clip_grad_norm_(net.parameters(), clip)
-        if clip_value is not None:
-            torch.nn.utils.clip_grad_value_(net.parameters(), clip_value)
+        clip(net.parameters())
         made.step()
         made.zero_grad()
         if schedule is not None:
@@ -123,32 +121,20 @@ def plain_losses(
 
 
 def train_foreign(
-    strategy: dict[str, Any], steps: int, accumulate_grad_batches: int = 1, **options: Any
-) -> dict[str, Any]:
-    """Train somebody's module; on rank 1 it starts from other weights, which must not matter."""
-    torch.manual_seed(11 + here()[0])
-    losses, parts = StepLosses(), accumulate_grad_batches
-    trainer = trainer_for(strategy, [losses], max_steps=steps, accumulate_grad_batches=parts, **options)
-    batches = [own_part(step, parts, part) for step in range(steps) for part in range(parts)]
-    module = ForeignNet()
-    trainer.fit(module, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
-    live: Any = trainer.strategy
-    tested = trainer.test(module, loader([0]), verbose=False)
-    units = [unit["name"] for unit in live.audit["units"]]
-    return {"losses": losses.values, "units": units, "test_loss": tested[0]["test_loss"]}
-
-
-def train_with_options(
     strategy: dict[str, Any],
     callbacks: dict[str, dict[str, Any]] | None = None,
     folder: str | None = None,
     validates: bool = False,
     ckpt_path: str | None = None,
     dropout: float = 0.0,
+    batches: int = 4,
     **options: Any,
 ) -> dict[str, Any]:
-    """Four batches per epoch under Lightning's own callbacks and options; what a plain loop can be compared with."""
-    torch.manual_seed(11)
+    """So many batches per epoch under Lightning's own callbacks and options; what a plain loop can be compared with.
+
+    On rank 1 the module starts from other weights, which must not matter.
+    """
+    torch.manual_seed(11 + here()[0])
     losses = StepLosses()
     named = [getattr(lightnings, name)(**arguments) for name, arguments in (callbacks or {}).items()]
     if folder is not None:
@@ -156,17 +142,23 @@ def train_with_options(
     trainer = trainer_for(strategy, [losses, *named], **options)
     module = ForeignNetWithValidation() if validates else ForeignNet()
     module.layers.append(torch.nn.Dropout(dropout))
+    parts = trainer.accumulate_grad_batches
+    rows: Any = [own_part(step, parts, part) for step in range(batches) for part in range(parts)]
+    more = loader(range(100, 105)) if validates else None
     try:
-        trainer.fit(module, loader(range(4)), loader(range(100, 105)) if validates else None, ckpt_path=ckpt_path)
+        trainer.fit(module, DataLoader(rows, batch_size=None), more, ckpt_path=ckpt_path)
     except ConfigError as error:
         return {"error": str(error)}
+    live: Any = trainer.strategy
     saver: Any = next((one for one in named if isinstance(one, lightnings.ModelCheckpoint)), None)
     return {
         "losses": losses.values,
+        "units": [unit["name"] for unit in live.audit["units"]],
         "steps": trainer.global_step,
         "epochs": trainer.current_epoch,
         "val_loss": float(trainer.callback_metrics["val_loss"]) if validates else None,
         "validation_batches": losses.validation_batches,
         "best": Path(saver.best_model_path).name if saver else None,
         "kept": sorted(Path(path).name for path in saver.best_k_models) if saver else None,
+        "test_loss": trainer.test(module, loader([0]), verbose=False)[0]["test_loss"],
     }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,9 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, LearningRateFinder
 from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits, mse_loss
 from torch.utils.data import DataLoader, TensorDataset
-from transformers import Adafactor
 
 from lit_fsdp.errors import ConfigError
-from tests.dist.foreign_jobs import ForeignNet, ForeignNetWithValidation, foreign_rows, loader
+from tests.dist.foreign_jobs import ForeignNetWithValidation, foreign_rows, loader
 from tests.dist.jobs import trainer_for, whole
 
 
@@ -65,6 +63,9 @@ class Gan(LightningModule):
         self.automatic_optimization = False
         self.generator = nn.Sequential(nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, 12))
         self.discriminator = nn.Sequential(nn.Linear(12, 16), nn.LeakyReLU(), nn.Linear(16, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.generator(x)
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         x, _ = batch
@@ -173,13 +174,6 @@ class Norm(ForeignNetWithValidation):
         return super().forward(self.norm(x + self.global_rank))
 
 
-class Predicts(ForeignNetWithValidation):
-    """Adds what ``predict`` needs."""
-
-    def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        return self(batch[0])
-
-
 class Exact(ForeignNetWithValidation):
     """Looks at what arrives: targets that bf16 cannot hold."""
 
@@ -201,14 +195,6 @@ class Shrinks(ForeignNetWithValidation):
     def on_train_epoch_start(self) -> None:
         self(foreign_rows(0)[0])
         self.on_validation_end()
-
-
-class SavesFirst(ForeignNetWithValidation):
-    """Saves before its first step."""
-
-    def on_train_start(self) -> None:
-        with tempfile.TemporaryDirectory() as folder:
-            self.trainer.save_checkpoint(f"{folder}/first.ckpt")
 
 
 class Chosen(ForeignNetWithValidation):
@@ -243,53 +229,36 @@ class CallsItself(Callback):
             self.outputs.append(pl_module(foreign_rows(0)[0]).flatten().tolist())
 
 
-class OwnReduction(ForeignNetWithValidation):
-    """Averages something of its own between ranks in bf16, and keeps an optimizer state of another dtype."""
+class OwnState(ForeignNetWithValidation):
+    """Keeps an optimizer state of another dtype."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        optimizer.register_step_post_hook(self._keep)
+        return optimizer
+
+    def _keep(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for state in optimizer.state.values():
+            state["exact"] = torch.zeros(2, dtype=torch.float64)
+
+
+class OwnReduction(OwnState):
+    """Averages something of its own between ranks in bf16 too."""
 
     def on_after_backward(self) -> None:
         if torch.distributed.is_initialized():
             torch.distributed.all_reduce(torch.ones(1, dtype=torch.bfloat16))
 
-    def on_train_batch_end(self, *_: Any) -> None:
-        for state in self.optimizers().state.values():
-            state["exact"] = torch.zeros(2, dtype=torch.float64)
-
-
-class OwnPrecision(ForeignNetWithValidation):
-    """Computes its head without autocast, and has an optimizer with fp32 state for bf16 weights."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        with torch.autocast("cpu", enabled=False):
-            return self.head(x.to(self.head.weight.dtype)) * self.scale.mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return Adafactor(self.parameters(), lr=1e-2, scale_parameter=False, relative_step=False)
-
 
 class PartlyMeta(ForeignNetWithValidation):
-    """Blocks on meta; the rest is there, on each rank another one."""
+    """Blocks and a parameter on meta; the rest is there, on each rank another one."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(3 + int(os.environ["RANK"]))
         self.head.reset_parameters()
         self.layers.to("meta")
-
-
-class WhollyMeta(LightningModule):
-    """Built on meta in configure_model; the strategy fills it."""
-
-    def configure_model(self) -> None:
-        if not hasattr(self, "net"):
-            with torch.device("meta"):
-                self.net = ForeignNet()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.net(x)
-
-    training_step, configure_optimizers = ForeignNet.training_step, ForeignNet.configure_optimizers
+        self.scale = nn.Parameter(self.scale.to("meta"))
 
 
 class Tuned(ForeignNetWithValidation):
@@ -332,19 +301,16 @@ def live(
 ) -> dict[str, Any]:
     """Make these calls of a Trainer (``second``: of one each), one epoch of four batches per ``fit``; all weights."""
     torch.manual_seed(3)
-    net, outside = globals()[module](), CallsItself()
-    rows, more, own = loader(range(4)), loader((100, 101)), [] if module == "Gan" else [outside]
-    one = _trainer(strategy, *own, max_epochs=0, **options)
+    net, outside, rows, more = globals()[module](), CallsItself(), loader(range(4)), loader((100, 101))
     for number, call in enumerate(calls):
-        if second and number:
-            one = _trainer(strategy, *own, max_epochs=0, **options)
+        if second or not number:
+            one = _trainer(strategy, outside, max_epochs=0, **options)
         if call == "fit":
             one.fit_loop.max_epochs = one.current_epoch + 1
             one.fit(net, rows, more if validates else None)
         else:
             getattr(one, call)(net, more, **({} if call == "predict" else {"verbose": False}))
-    for callback in own:
-        callback.on_train_epoch_end(one, net)
+    outside.on_train_epoch_end(one, net)
     return {"weights": _weights(one, net), "outputs": outside.outputs, "targets": getattr(net, "targets", None)}
 
 
@@ -388,7 +354,7 @@ def predicted(strategy: dict[str, Any], rows: int) -> list[float] | str:
     rows_of_mine = DataLoader(TensorDataset(*(part[:rows] for part in foreign_rows(0))), batch_size=3)
     torch.manual_seed(3)
     try:
-        found: Any = _trainer(strategy, use_distributed_sampler=True).predict(Predicts(), rows_of_mine)
+        found: Any = _trainer(strategy, use_distributed_sampler=True).predict(ForeignNetWithValidation(), rows_of_mine)
     except ConfigError as error:
         return str(error)
     return torch.cat(found).flatten().tolist()

@@ -53,26 +53,17 @@ def step_loss(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.T
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=-100)
 
 
-def reference_losses(
-    folder: str, steps: int = 10, clip_norm: float | None = None, clip_value: float | None = None, decay: float = 0.1
-) -> list[float]:
+def reference_losses(folder: str, steps: int = 10) -> list[float]:
     """Loss of each global batch (mean over its supervised tokens) before each AdamW step, in fp32."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").train()
-    return loop(model, lambda step: step_loss(model, global_batch(step)), steps, clip_norm, clip_value, decay)
+    return loop(model, lambda step: step_loss(model, global_batch(step)), steps)
 
 
-def loop(
-    model: Any,
-    loss_of: Callable[[int], torch.Tensor],
-    steps: int,
-    clip_norm: float | None = None,
-    clip_value: float | None = None,
-    decay: float = 0.1,
-) -> list[float]:
+def loop(model: Any, loss_of: Callable[[int], torch.Tensor], steps: int) -> list[float]:
     """Losses of AdamW steps; weight decay spares vectors."""
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": decay},
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": 0.1},
         {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=(0.9, 0.95))
@@ -80,10 +71,6 @@ def loop(
     for step in range(steps):
         loss = loss_of(step)
         loss.backward()
-        if clip_norm is not None:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
-        if clip_value is not None:
-            torch.nn.utils.clip_grad_value_(model.parameters(), clip_value)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(loss.detach()))

@@ -49,26 +49,28 @@ def test_fsdp2_is_set_as_the_recipe_says(tiny_model: Path) -> None:
         assert set(found["timeouts"]) == {77.0}
 
 
-def test_one_rank_under_fsdp2(tiny_model: Path) -> None:
+def test_one_rank_and_the_other_way_to_load_train_as_the_loop(tiny_model: Path) -> None:
+    wanted = reference_losses(str(tiny_model))
     found = look(tiny_model, 1, {"accumulate_grad_batches": 2, "steps": 10}, precision="fp32")
-    assert found["losses"] == pytest.approx(reference_losses(str(tiny_model)), rel=1e-5)
-
-
-def test_ddp_looks_for_unused_parameters_unless_told_otherwise(tiny_model: Path) -> None:
-    job = {"engine": "ddp", "precision": "fp32", "timeout_seconds": 77}
-    looks, trusts = look(tiny_model, **job), look(tiny_model, **job, find_unused_parameters=False)
-    assert (looks["finds_unused"], trusts["finds_unused"]) == (True, False)
-    assert set(looks["timeouts"]) == {77.0}
-    assert trusts["losses"] == looks["losses"]
+    assert found["losses"] == pytest.approx(wanted, rel=1e-5)
+    options = {"cpu_ram_efficient_loading": False, "sync_module_states": False}
+    for engine in ENGINES:
+        found = look(tiny_model, engine=engine, precision="fp32", **options)
+        assert found["losses"] == pytest.approx(wanted[:3], rel=1e-6)
+        assert not found["reads_parts"]
 
 
 def test_ddp_replaces_what_is_about_shards_and_says_so(tiny_model: Path) -> None:
-    """A comparison of engines changes one line."""
+    """A comparison of engines changes one line. It looks for unused parameters unless told otherwise."""
     given = {"precision": "fp32", "sharding": "hybrid_shard", "replicate_degree": 2, "cpu_offload": True}
-    ours, ddp = (look(tiny_model, engine=engine, **given) for engine in ("fsdp2", "ddp"))
+    ours, ddp = (look(tiny_model, engine=engine, **given, timeout_seconds=77) for engine in ("fsdp2", "ddp"))
     assert ddp["losses"] == pytest.approx(ours["losses"], rel=1e-6)
     assert sorted(ddp["audit"]["replaced"]) == ["cpu_offload", "replicate_degree", "sharding"]
     assert ours["audit"]["replaced"] == {}
+    assert set(ddp["timeouts"]) == {77.0}
+    trusts = look(tiny_model, engine="ddp", precision="fp32", find_unused_parameters=False)
+    assert (ddp["finds_unused"], trusts["finds_unused"]) == (True, False)
+    assert trusts["losses"] == ddp["losses"]
 
 
 def test_reductions_are_held_back_until_the_last_micro_batch(tiny_model: Path) -> None:
@@ -98,38 +100,29 @@ def test_parts_of_a_precision_mode(tiny_model: Path, engine: str) -> None:
     assert {what: set(found[what]) for what in dtypes} == dtypes
 
 
-def settled(folder: Path, engine: str, precision: Any, has_bf16: list[bool], run: Path, **more: Any) -> list[Any]:
-    job = {"folder": folder, "run": run, "strategy": {"engine": engine, "precision": precision}, "has_bf16": has_bf16}
-    return on_ranks("settled", len(has_bf16), **job, **more)
-
-
-def test_auto_is_the_same_on_all_ranks(tiny_model: Path, tmp_path: Path) -> None:
-    for number, (given, has_bf16, mode, line) in enumerate(
-        [
-            ("auto", [True, True], "mixed", "INFO: precision auto: mixed, as every CPU has bf16 instructions"),
-            ("auto", [True, False], "fp32", "INFO: precision auto: fp32, as"),
-            ("mixed", [False, False], "mixed", "WARNING: precision mixed computes in bf16, about eight times slower"),
-            ("mixed", [True, True], "mixed", None),
-            ("fp32", [False, False], "fp32", None),
-        ]
+def test_auto_is_the_same_on_all_ranks_and_resumes_on_another_cpu(tiny_model: Path, tmp_path: Path) -> None:
+    fp32 = {"mode": "auto", "buffer_dtype": "fp32"}
+    bf16, without = "INFO: precision auto: mixed, as every CPU has bf16", "INFO: precision auto: fp32, as"
+    for run, engine, given, has_bf16, mode, line in (
+        ("first", "fsdp2", "auto", [True, True], "mixed", bf16),
+        ("first", "fsdp2", fp32, [True, False], "fp32", without),
+        ("second", "ddp", "auto", [True, True], "mixed", bf16),
+        ("second", "ddp", fp32, [False, False], "fp32", without),
+        ("third", "fsdp2", "mixed", [False, False], "mixed", "WARNING: precision mixed computes in bf16, about eight"),
+        ("fourth", "fsdp2", "mixed", [True, True], "mixed", ""),
+        ("fifth", "fsdp2", "fp32", [False, False], "fp32", ""),
     ):
-        found = settled(tiny_model, "fsdp2", given, has_bf16, tmp_path / str(number))
+        job = {"folder": tiny_model, "strategy": {"engine": engine, "precision": given}, "run": tmp_path / run}
+        resumes = {"ckpt_path": "last", "steps": 4} if given is fp32 else {}
+        found = on_ranks("settled", 2, **job, has_bf16=has_bf16, **resumes)
         for rank in found:
             assert rank["dtypes"]["mode"] == mode
             assert rank["dtypes"]["declared"]["compute"] == ("bf16" if mode == "mixed" else "fp32")
+            assert len(rank["losses"]) == 2
+            assert not resumes or set(rank["dtypes"]["realized"]["parameters after resume"]) == {"fp32"}
         said = [text for rank in found for text in rank["lines"]]
-        assert len(said) == (line is not None)
-        assert not line or said[0].startswith(line)
-
-
-@pytest.mark.parametrize("engine", ["fsdp2", "ddp"])
-def test_auto_resumes_on_another_cpu(tiny_model: Path, tmp_path: Path, engine: str) -> None:
-    first = settled(tiny_model, engine, "auto", [True, True], tmp_path / "run")[0]
-    assert first["dtypes"]["mode"] == "mixed"
-    auto = {"mode": "auto", "buffer_dtype": "fp32"}
-    again = settled(tiny_model, engine, auto, [False, False], tmp_path / "run", ckpt_path="last", steps=4)[0]
-    assert (again["dtypes"]["mode"], len(again["losses"])) == ("fp32", 2)
-    assert set(again["dtypes"]["realized"]["parameters after resume"]) == {"fp32"}
+        assert len(said) == bool(line)
+        assert "".join(said).startswith(line)
 
 
 def test_a_bad_gradient_on_one_rank_skips_the_step_on_all(tiny_model: Path) -> None:
@@ -197,14 +190,6 @@ def test_what_cannot_be_is_refused(tiny_model: Path) -> None:
     ):
         with pytest.raises(RankError, match=words):
             on_ranks("train_wrapped_by_hand", 2, strategy=strategy, how=how)
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_the_other_way_to_load_gives_the_same_run(tiny_model: Path, engine: str) -> None:
-    options = {"cpu_ram_efficient_loading": False, "sync_module_states": False}
-    found = look(tiny_model, engine=engine, precision="fp32", **options)
-    assert found["losses"] == pytest.approx(reference_losses(str(tiny_model), 3), rel=1e-6)
-    assert not found["reads_parts"]
 
 
 @pytest.mark.parametrize("engine", [*ENGINES, "ddp"])

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from pathlib import Path
 
 import pytest
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from lit_fsdp.models.miniature import shrink
 from lit_fsdp.models.tokenizers import miniature_tokenizer
-from tests.dist.forks import on_ranks
+from tests.dist.forks import RankError, on_ranks
 from tests.dist.reference import global_batch, loop, save_tiny, step_loss
 from tests.unit.models.families import FAMILIES
 
@@ -22,7 +23,6 @@ _LEFT_OUT = {
 }
 _NOISE = re.compile("drop|jitter")
 _ALL = pytest.param(FAMILIES, id="all", marks=pytest.mark.long("each of over 110 families is trained three times"))
-_STRATEGIES = [{"engine": "fsdp2"}, {"engine": "fsdp1"}]
 
 
 @pytest.mark.parametrize("families", [pytest.param(_FEW, id="few"), _ALL])
@@ -32,26 +32,24 @@ def test_a_family_trains_as_a_plain_loop(families: tuple[str, ...], tmp_path: Pa
     for family in (family for family in families if family not in _LEFT_OUT):
         folder = tmp_path / family
         try:
-            save_tiny(folder, _small(family))
+            config = shrink(AutoConfig.for_model(family), miniature_tokenizer())  # as `model.miniature: true` does it
+            values = config.to_dict().items()
+            noise = {name for name, value in values if isinstance(value, float) and _NOISE.search(name)}
+            config.update(dict.fromkeys(noise, 0.0))
+            save_tiny(folder, config)
             model = AutoModelForCausalLM.from_pretrained(folder).float().train()
             wanted[str(folder)] = loop(model, lambda step, model=model: step_loss(model, global_batch(step)), 3)
         except Exception:
             if families is _FEW:
                 raise
     assert len(wanted) >= (len(families) if families is _FEW else 110)
-    found = on_ranks("train_families", 2, timeout=3000, folders=list(wanted), strategies=_STRATEGIES)[0]
-    wrong = {
-        Path(folder).name: (losses, wanted[folder])
-        for folder, runs in found.items()
-        for losses in runs
-        if losses != pytest.approx(wanted[folder], rel=1e-4)
-    }
+    wrong: dict[tuple[str, str], object] = {}
+    for folder, engine in itertools.product(wanted, ("fsdp2", "fsdp1")):
+        strategy = {"engine": engine, "precision": "fp32", "activation_checkpointing": "full"}
+        try:
+            found = on_ranks("train", 2, folder=folder, strategy=strategy, steps=3)[0]["losses"]
+        except RankError as error:
+            found = str(error)
+        if found != pytest.approx(wanted[folder], rel=1e-4):
+            wrong[Path(folder).name, engine] = found, wanted[folder]
     assert not wrong, "\n".join(f"{family}: {both}" for family, both in wrong.items())
-
-
-def _small(family: str) -> PretrainedConfig:
-    """As ``model.miniature: true`` makes it, without dropout or noise."""
-    config = shrink(AutoConfig.for_model(family), miniature_tokenizer())
-    noise = {name for name, value in config.to_dict().items() if isinstance(value, float) and _NOISE.search(name)}
-    config.update(dict.fromkeys(noise, 0.0))
-    return config

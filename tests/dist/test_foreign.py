@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import subprocess
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,31 +28,31 @@ def seeded(net: type[ForeignNet] = ForeignNet) -> ForeignNet:
 
 
 def trained(engine: str, **options: Any) -> list[dict[str, Any]]:
-    return on_ranks("train_with_options", 2, strategy={"engine": engine, "precision": "fp32"}, **options)
+    strategy = {"engine": engine, "precision": "fp32", **options.pop("strategy", {})}
+    return on_ranks("train_foreign", 2, strategy=strategy, **options)
 
 
 @pytest.mark.parametrize(("engine", "accumulate", "clip"), [("fsdp2", 2, 0.1), ("fsdp1", 1, None)])
 def test_losses_equal_a_plain_loop(engine: str, accumulate: int, clip: float | None) -> None:
     """Parameters directly on the LightningModule, self(x) in the step, other weights on rank 1 before: rank 0's win."""
-    strategy = {"engine": engine, "precision": "fp32"}
-    options = {"gradient_clip_val": clip, "accumulate_grad_batches": accumulate}
-    results = on_ranks("train_foreign", 2, strategy=strategy, steps=6, **options)
-    assert (
-        results[0]["losses"] == results[1]["losses"] == pytest.approx(plain_losses(seeded(), range(6), clip), rel=1e-5)
-    )
-    trusted = {**strategy, "sync_module_states": False, "cpu_ram_efficient_loading": False}
-    found = on_ranks("train_foreign", 2, strategy=trusted, steps=1)[0]  # shards of two models
-    assert found["losses"] != pytest.approx(results[0]["losses"][:1], rel=1e-3)
-    assert results[0]["units"] == ["layers.0", "layers.1", "layers.2", "(root)"]
-    assert results[0]["test_loss"] == pytest.approx(results[1]["test_loss"])
+    options = {"gradient_clip_val": clip, "accumulate_grad_batches": accumulate, "batches": 6, "max_steps": 6}
+    first, second = trained(engine, **options)
+    wanted = plain_losses(seeded(), range(6), partial(torch.nn.utils.clip_grad_norm_, max_norm=clip or math.inf))
+    assert first["losses"] == second["losses"] == pytest.approx(wanted, rel=1e-5)
+    assert first["units"] == ["layers.0", "layers.1", "layers.2", "(root)"]
+    assert first["test_loss"] == pytest.approx(second["test_loss"])
+    trusted = {"sync_module_states": False, "cpu_ram_efficient_loading": False}
+    found = trained(engine, strategy=trusted, max_steps=1)[0]  # shards of two models
+    assert found["losses"] != pytest.approx(wanted[:1], rel=1e-3)
 
 
 @engines
 def test_options_of_the_trainer(engine: str, tmp_path: Path) -> None:
     """Clipping by value, overfit_batches, limit_val_batches, early stopping, a monitor of the learning rate."""
+    clip_value = partial(torch.nn.utils.clip_grad_value_, clip_value=0.01)
     clipped = trained(engine, gradient_clip_val=0.01, gradient_clip_algorithm="value", max_steps=4)
     assert clipped[0]["losses"] == clipped[1]["losses"]
-    assert clipped[0]["losses"] == pytest.approx(plain_losses(seeded(), range(4), clip_value=0.01), rel=1e-5)
+    assert clipped[0]["losses"] == pytest.approx(plain_losses(seeded(), range(4), clip_value), rel=1e-5)
 
     overfit = trained(engine, overfit_batches=2, max_epochs=3)[0]
     assert overfit["losses"] == pytest.approx(plain_losses(seeded(), [0, 1] * 3), rel=1e-5)
@@ -106,15 +108,12 @@ def run_script(script: Path, root: Path, *launcher: str) -> subprocess.Completed
     return subprocess.run(words, cwd=script.parent, env=env, capture_output=True, text=True, timeout=400, check=False)
 
 
-def blocks_after(page: Path, mark: str) -> list[str]:
-    """The blocks of Python of a page that stand behind such a comment."""
-    return re.findall(f"{mark}```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
-
-
 def test_the_examples_run(root: Path, tmp_path: Path) -> None:
     """Those of the manual and of the README as they stand, and the one of recipes/ under torchrun."""
-    (example,) = blocks_after(root / "docs" / "own-module.md", "<!-- example: [^>]*-->\n")
-    (lines,) = blocks_after(root / "README.md", "")
+    pages = ((root / "docs" / "own-module.md", "<!-- example: [^>]*-->\n"), (root / "README.md", ""))
+    (example,), (lines,) = (
+        re.findall(f"{mark}```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL) for page, mark in pages
+    )
     (tmp_path / "my_package.py").write_text(
         example.partition("trainer = ")[0].replace("Net", "MyModule")
         + "my_rows = torch.utils.data.DataLoader(rows, batch_size=8)\n"

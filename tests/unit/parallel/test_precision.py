@@ -1,42 +1,18 @@
-"""The realized-dtype contract names the tensor that differs, and observes what the engines really do."""
+"""The precision is the strategy's alone; its contract names the tensor that differs."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from lightning.pytorch import Trainer
 from torch import nn
 
 from lit_fsdp.config.strategy import StrategyConfig
-from lit_fsdp.errors import ContractError
+from lit_fsdp.errors import ConfigError, ContractError
 from lit_fsdp.parallel.precision import DtypeContract, apply_float8, cast_inputs
-
-
-@pytest.fixture
-def contract() -> DtypeContract:
-    return DtypeContract(StrategyConfig())
-
-
-def test_a_tensor_of_another_dtype_is_named(contract: DtypeContract, caplog: pytest.LogCaptureFixture):
-    named = [("ids", torch.zeros(2, dtype=torch.int64)), ("a", torch.zeros(2))]  # whole numbers are nobody's business
-    contract.check("parameters", named, "fp32")
-    contract.check("buffers", [("b", torch.zeros(2, dtype=torch.bfloat16))], None)
-    with pytest.raises(ContractError) as caught:
-        contract.check("gradients", [*named, ("b", torch.zeros(2, dtype=torch.bfloat16))], "fp32")
-    assert str(caught.value).splitlines()[:2] == [
-        "precision contract broken: gradients: b is bf16",
-        "  declared: fp32 (mode mixed)",
-    ]
-    assert contract.report() == {
-        "mode": "mixed",
-        "declared": {"param": "fp32", "compute": "bf16", "reduce": "fp32"},
-        "realized": {"parameters": {"fp32": 1}, "buffers": {"bf16": 1}},
-    }
-    contract.is_error = False
-    for _ in range(2):
-        contract.check("gradients", [("b", torch.zeros(2, dtype=torch.bfloat16))], "fp32")
-    (record,) = caplog.records  # said once
-    assert record.getMessage().startswith("precision contract broken: gradients: b is bf16\n")
-    assert contract.realized["gradients"] == {"bf16": 2}
+from lit_fsdp.strategy import fsdp_strategy
 
 
 def test_inputs_by_name_are_cast_too():
@@ -54,12 +30,32 @@ def test_layers_that_fp8_skips_stay():
         assert {name for name, layer in model.items() if type(layer) is not nn.Linear} == found
 
 
-def test_a_frozen_weight_of_another_dtype_is_named(contract: DtypeContract):
-    contract.frozen = "bf16"
-    net = nn.Linear(2, 2)
+def test_a_weight_of_another_dtype_is_named(caplog: pytest.LogCaptureFixture):
+    contract, net = DtypeContract(StrategyConfig()), nn.Linear(2, 2)
     net.weight.requires_grad_(False)
-    with pytest.raises(ContractError, match="frozen parameters after set-up: weight is fp32\n  declared: bf16"):
-        contract.check_parameters("parameters after set-up", net.named_parameters())
+    contract.frozen = "bf16"
+    with pytest.raises(ContractError, match="frozen parameters: weight is fp32\n  declared: bf16"):
+        contract.check_parameters("parameters", net.named_parameters())
+    contract.is_error = False
+    for _ in range(2):
+        contract.check_parameters("parameters", net.named_parameters())
+    assert len(caplog.records) == 1  # said once
     net.weight.data = net.weight.data.bfloat16()
-    contract.check_parameters("parameters after set-up", net.named_parameters())
-    assert contract.realized["frozen parameters after set-up"] == {"bf16": 1}
+    contract.check_parameters("parameters", net.named_parameters())
+    assert contract.realized["frozen parameters"]["bf16"] == 1
+
+
+def test_wrong_values_are_refused():
+    for field, value in (("engine", "ddp2"), ("backward_prefetch", "post"), ("precision", "bf16")):
+        with pytest.raises(ConfigError, match=rf"fsdp_strategy\.{field}: got {value}"):
+            fsdp_strategy(**{field: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.filterwarnings("ignore:.*GPU available but not used", "ignore:.*bf16.*")
+def test_precision_is_the_strategys_alone():
+    options: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "logger": False}
+    for engine, precision in (("fsdp2", "bf16-mixed"), ("fsdp1", "16-true")):
+        with pytest.raises(ConfigError, match=r"Trainer\(precision=...\): got " + precision):
+            Trainer(strategy=fsdp_strategy(engine=engine), precision=precision, **options)
+        trainer = Trainer(strategy=fsdp_strategy(engine=engine), precision=32, **options)
+        assert trainer.precision == "32-true"  # Lightning's default
