@@ -46,18 +46,6 @@ def test_bin_files_keep_their_values(saved, fill, cache):
     assert all(torch.equal(t, expected[name].bfloat16().float()) for name, t in model.state_dict().items())
 
 
-def test_rows_of_experts_that_lie_apart_are_read_alone(saved):
-    folder = saved("qwen3_moe")
-    assert any("experts.0" in name for name in load_file(folder / "model.safetensors"))
-    source, name = _resolve(folder), "model.layers.1.mlp.experts"
-    assert source.weights_folder == folder
-    expected = AutoModelForCausalLM.from_pretrained(folder).get_parameter(f"{name}.gate_up_proj")
-    meta = build_on_meta(source.hf_config, "eager")
-    for rows in (slice(1, 3), slice(4, 4), None):
-        found = open_weights(source, meta, 1).read(name, meta.get_submodule(name), "gate_up_proj", rows)
-        assert torch.equal(found, expected[rows or slice(None)])
-
-
 def test_conversion_does_not_invent_tensors(saved, cache):
     folder = saved("llama")
     _to_bin(folder)

@@ -65,10 +65,8 @@ def test_unexpected_tensors_are_one_warning(saved, caplog):
     _rewrite(folder, lambda stored: stored | extra)
     with caplog.at_level(logging.WARNING):
         _opened(folder)
-    (record,) = caplog.records
-    assert "1 tensors are not in LlamaForCausalLM" in record.message
-    assert "model.vision.weight" in record.message
-    assert "inv_freq" not in record.message
+    assert len(caplog.records) == 1
+    assert caplog.text.endswith(" not loaded: model.vision.weight\n")
 
 
 def test_damaged_files_are_named(saved):
@@ -98,16 +96,12 @@ def test_distribution_is_that_of_from_config(tiny, fill, tensors):
             assert [one.item() for one in found] == pytest.approx([one.item() for one in wanted], abs=3e-3), name
 
 
-def test_padding_row_is_zero_ties_share_the_first_owner_and_other_names_have_other_values(tiny):
+def test_padding_row_is_zero_and_nothing_is_drawn_from_the_global_state(tiny):
     weights, model = _random(tiny("llama"))
     state = torch.get_rng_state()
     embeddings = weights.read("model.embed_tokens", model.model.embed_tokens, "weight")
     assert torch.equal(torch.get_rng_state(), state)
     assert embeddings.any(dim=1).tolist() == [row != 5 for row in range(len(embeddings))]
-    assert torch.equal(weights.read("lm_head", model.lm_head, "weight"), embeddings)
-    blocks = [f"model.layers.{i}.self_attn.q_proj" for i in range(2)]
-    first, second = (weights.read(name, model.get_submodule(name), "weight") for name in blocks)
-    assert not torch.equal(first, second)
 
 
 def test_code_that_initializes_nothing_is_refused(tiny, monkeypatch):
