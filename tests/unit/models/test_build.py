@@ -14,7 +14,9 @@ from lit_fsdp.module import CausalLMModule
 from tests.runs import check_recipe
 
 
-def test_attention_that_the_model_lacks(tiny, caplog):
+def test_what_cannot_be_built_and_attention_that_the_model_lacks(tiny, caplog):
+    with pytest.raises(ConfigError, match="a model of type t5"):
+        build_on_meta(AutoConfig.for_model("t5"))
     with pytest.raises(ConfigError, match=r"bloom with sdpa(.|\n)*leave attn_implementation out"):
         build_on_meta(tiny("bloom"), "sdpa")
     with caplog.at_level(logging.INFO):
@@ -23,11 +25,6 @@ def test_attention_that_the_model_lacks(tiny, caplog):
     assert [r.message for r in caplog.records if "attn" in r.message] == [
         "model.attn_implementation: eager, as bloom does not work with sdpa"
     ]
-
-
-def test_no_causal_lm():
-    with pytest.raises(ConfigError, match="a model of type t5"):
-        build_on_meta(AutoConfig.for_model("t5"))
 
 
 def test_an_audit_needs_no_package(tiny):
