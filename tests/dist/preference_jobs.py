@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Trainer
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lit_fsdp import CausalLMDataModule, Checkpoint, PreferenceModule
-from tests.dist.jobs import digest, trainer_for
+from tests.dist.jobs import Losses, fit
 
 BETA, GLOBAL_BATCH, LEARNING_RATE = 0.3, 4, 1e-3
 OPTIM = {"lr": LEARNING_RATE, "schedule": "constant", "beta2": 0.999}
@@ -27,19 +27,16 @@ def pair_rows(count: int = 12) -> list[dict[str, Any]]:
     ]
 
 
-class Logged(Callback):
+class Logged(Losses):
     """Collects what every optimizer step has logged of its pairs."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.steps: list[dict[str, float]] = []
-        self.step = 0
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.step = trainer.global_step
 
     def on_train_batch_end(self, trainer: Trainer, *rest: Any) -> None:
-        if self.step < trainer.global_step:
-            self.step = trainer.global_step
+        super().on_train_batch_end(trainer, *rest)
+        if len(self.values) > len(self.steps):
             found = {k.removeprefix("train_"): float(v) for k, v in trainer.callback_metrics.items() if "train_" in k}
             self.steps.append(found)
 
@@ -55,29 +52,24 @@ def train_pairs(
     ckpt_path: str | None = None,
 ) -> dict[str, Any]:
     """Train in file order; what each step logged, the state at the end, and the references in the cache."""
-    torch.manual_seed(3)
-    place = Path(run)
-    rows = place.parent / "pairs.jsonl"
-    rows.write_text("".join(json.dumps(row) + "\n" for row in pair_rows()))
-    logged = Logged()
-    callbacks = [logged, Checkpoint(every_steps=2, keep_last=-1)]
-    trainer = trainer_for({"precision": "fp32", **strategy}, callbacks, max_steps=steps, default_root_dir=run)
+    place, logged = Path(run).parent, Logged()
+    (place / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pair_rows()))
     module = PreferenceModule(**{"name": folder, "optim": OPTIM, "preference": {"beta": BETA}, **(model or {})})
-    options = {"train": str(rows), "cache_dir": str(place.parent / "cache"), "shuffle": False, "max_seq_length": 60}
-    options |= {"global_batch_size": GLOBAL_BATCH, "micro_batch_size": micro}
-    trainer.fit(module, datamodule=CausalLMDataModule(**{**options, **(data or {})}), ckpt_path=ckpt_path)
-    optimizer: Any = trainer.optimizers[0]
-    return {
-        "steps": logged.steps,
-        "digest": digest(module, getattr(optimizer, "_optimizer", optimizer)),
-        "references": references(place),
-    }
-
-
-def references(run: Path) -> dict[str, int]:
-    """Files of log-probabilities in the cache, and when each was written."""
-    found = (run.parent / "cache").glob("reference/**/*.npy")
-    return {str(path): path.stat().st_mtime_ns for path in found}
+    options = {"train": str(place / "pairs.jsonl"), "cache_dir": str(place / "cache"), "shuffle": False}
+    options |= {"global_batch_size": GLOBAL_BATCH, "micro_batch_size": micro, "max_seq_length": 60, **(data or {})}
+    _, found = fit(
+        module,
+        {"precision": "fp32", **strategy},
+        [logged, Checkpoint(every_steps=2, keep_last=-1)],
+        CausalLMDataModule(**options),
+        ckpt_path,
+        steps,
+        seed=3,
+        default_root_dir=run,
+    )
+    cached = (place / "cache").glob("reference/**/*.npy")
+    references = {str(path): path.stat().st_mtime_ns for path in cached}  # and when each was written
+    return {"steps": logged.steps, "digest": found["digest"], "references": references}
 
 
 def plain_dpo(folder: str, steps: int = 10) -> list[dict[str, float]]:

@@ -43,7 +43,6 @@ WRAP = {"classes": ["LlamaDecoderLayer"], **APART}
         ({"engine": "fsdp1", "wrap": WRAP}, ALL, 2),
         ({"engine": "fsdp2", "activation_checkpointing": "full", "compile": True}, LORA, 2),
     ],
-    ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else str(value),
 )
 def test_losses_are_those_of_plain_peft(
     tiny_model: Path, strategy: dict[str, Any], lora: dict[str, Any], ranks: int
@@ -65,8 +64,6 @@ def test_mixed_precision_keeps_the_base_in_bf16_and_the_audit_says_so(tiny_model
     results = on_ranks("train_lora", 2, folder=tiny_model, strategy={"engine": engine}, model={"lora": ALL})
     assert worst_difference(results[0]["losses"], peft_losses(str(tiny_model), ALL)) < 5e-3
     audit, dtypes = results[0]["audit"], results[0]["dtypes"]
-    sizes = [(48, 48), (24, 48), (24, 48), (48, 48), (100, 48), (100, 48), (48, 100)]
-    assert audit["num_trainable"] == 3 * sum(4 * (rows + columns) for rows, columns in sizes)
     assert audit["num_trainable"] == sum(unit["num_trainable"] for unit in audit["units"])
     frozen, num_bytes = ("fp32", 4) if engine == "fsdp1" else ("bf16", 2)
     for unit in audit["units"]:
@@ -146,9 +143,19 @@ def test_exported_adapters_are_the_live_model(
         assert done.code == 0, done.err
 
 
-@pytest.mark.parametrize(("engine", "other", "ranks"), [("fsdp2", "ddp", 1), ("fsdp1", "fsdp2", 4)])
-def test_resumed_from_adapters_alone(tiny_model: Path, tmp_path: Path, engine: str, other: str, ranks: int) -> None:
-    job: dict[str, Any] = {"folder": str(tiny_model), "model": {"lora": {**ALL, "modules_to_save": ["norm"]}}}
+@pytest.mark.parametrize(
+    ("engine", "other", "ranks", "lora"),
+    [
+        ("fsdp2", "ddp", 1, {"modules_to_save": ["norm"]}),
+        ("fsdp1", "fsdp2", 4, {"modules_to_save": ["norm"]}),
+        ("fsdp2", "single", 1, {"quantize": "nf4", "double_quantization": True}),
+    ],
+    ids=["fsdp2-ddp", "fsdp1-fsdp2", "fsdp2-single-nf4"],
+)
+def test_resumed_from_adapters_alone(
+    tiny_model: Path, tmp_path: Path, engine: str, other: str, ranks: int, lora: dict[str, Any]
+) -> None:
+    job: dict[str, Any] = {"folder": str(tiny_model), "model": {"lora": {**ALL, **lora}}}
     strategy = {"engine": engine, "precision": "fp32"}
     (whole, _) = on_ranks("train_lora", 2, run=str(tmp_path / "a"), strategy=strategy, **job)
     job["ckpt_path"] = str(tmp_path / "a/checkpoints/step-00000005")

@@ -11,21 +11,6 @@ from lit_fsdp.config.run import STRATEGY
 from lit_fsdp.parity.choices import RunRefused, turns
 from lit_fsdp.parity.trace import Trace, compare
 
-ONE = {
-    f"{STRATEGY}.engine": "fsdp2",
-    f"{STRATEGY}.backward_prefetch": "pre",
-    f"{STRATEGY}.compile": False,
-    "trainer.devices": 2,
-    "data.class_path": "lit_fsdp.CausalLMDataModule",
-}
-OTHER = ONE | {
-    f"{STRATEGY}.engine": "fsdp1",
-    f"{STRATEGY}.backward_prefetch": "post",
-    "trainer.devices": 4,
-    "data.class_path": "own.Data",
-    "data.init_args.extra": 1,
-}
-
 
 def trace(loss: float, compute: str = "fp32", reduce: str = "fp32", norm: float | None = 1.0) -> Trace:
     found = Trace(compute, reduce)
@@ -34,30 +19,18 @@ def trace(loss: float, compute: str = "fp32", reduce: str = "fp32", norm: float 
     return found
 
 
-def made_up(harm: dict[str, Any]) -> Any:
-    """Runs of which those that hold all of ``harm`` have another loss, and post needs fsdp1."""
+def test_a_choice_that_needs_another_is_turned_after_it():
+    engine, prefetch = f"{STRATEGY}.engine", f"{STRATEGY}.backward_prefetch"
+    one, other = {prefetch: "pre", engine: "fsdp2"}, {prefetch: "post", engine: "fsdp1"}
 
     def run(recipe: dict[str, Any]) -> Trace:
-        if (recipe[f"{STRATEGY}.engine"], recipe[f"{STRATEGY}.backward_prefetch"]) == ("fsdp2", "post"):
+        if recipe == one | {prefetch: "post"}:
             raise RunRefused("post")
-        assert ("data.init_args.extra" in recipe) == (recipe["data.class_path"] == "own.Data")
-        return trace(2.0 if harm.items() <= recipe.items() else 1.0)
+        return trace(2.0 if recipe[prefetch] == "post" else 1.0)
 
-    return run
-
-
-def test_the_choice_that_makes_the_difference_is_named_wherever_it_stands():
-    for key, name in (
-        ("data.class_path", "data.class_path"),
-        ("trainer.devices", "trainer.devices"),
-        (f"{STRATEGY}.engine", "trainer.strategy.engine"),
-        (f"{STRATEGY}.backward_prefetch", "trainer.strategy.backward_prefetch"),  # turned after the engine
-    ):
-        run = made_up({key: OTHER[key]})
-        found = turns(ONE, OTHER, run(OTHER), run)
-        assert [turn.name for turn in found if turn.found.first is not None] == [name]
-        assert found[-1].name == name  # no run is made beyond it
-    assert turns(ONE, OTHER, trace(3.0), made_up({}))[-1].name == "all else"  # that the plain loop alone does
+    found = turns(one, other, run(other), run)
+    assert [turn.name for turn in found if turn.found.first is not None] == ["trainer.strategy.backward_prefetch"]
+    assert turns(one, one, trace(3.0), run)[-1].name == "all else"  # that the plain loop alone does
 
 
 def test_tolerances_follow_the_dtypes():

@@ -115,16 +115,6 @@ def test_what_cannot_be_counted_is_said_and_ends_no_run() -> None:
     assert meter.rates({}, 1.0) == {}
 
 
-def test_bf16() -> None:
-    for name, tflops in (
-        ("NVIDIA A100-SXM4-80GB", 312.0),
-        ("NVIDIA A10G", 70.0),
-        ("NVIDIA H100 80GB HBM3", 989.4),
-        ("NVIDIA H200 NVL", 835.5),
-        ("Tesla V100-SXM2-16GB", None),  # no bf16
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
-        ("NVIDIA GeForce RTX 3090 with Max-Q Design", None),
-        ("NVIDIA H200 MIG 1g.18gb", None),
-        ("", None),
-    ):
-        assert peak_flops(name, "bf16") == (tflops and tflops * 1e12), name
+def test_a_part_of_a_device_has_no_known_peak() -> None:
+    for name in ("NVIDIA H200 MIG 1g.18gb", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA RTX 3090 with Max-Q Design"):
+        assert peak_flops(name, "bf16") is None, name

@@ -11,7 +11,10 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from lit_fsdp.models.weights import Weights
+from lit_fsdp.config.model import ModelConfig
+from lit_fsdp.models.build import build_on_meta
+from lit_fsdp.models.resolve import resolve_model
+from lit_fsdp.models.weights import Weights, open_weights
 from tests.unit.models import families
 
 _TIED = {"tie_word_embeddings": True, "pad_token_id": 5}
@@ -31,6 +34,13 @@ def fill_from(weights: Weights, meta: PreTrainedModel) -> PreTrainedModel:
             if tensor is not None:
                 tensor.data.copy_(weights.read(names[id(module)], module, attribute))
     return meta.eval()
+
+
+def opened(folder: Path) -> tuple[Any, Weights, PreTrainedModel]:
+    """What a model folder is resolved to, its weights, and the model on meta."""
+    source = resolve_model(ModelConfig(name=str(folder)), 1)
+    model = build_on_meta(source.hf_config, "eager")
+    return source, open_weights(source, model, 1), model
 
 
 @pytest.fixture

@@ -9,12 +9,14 @@ from transformers import AutoConfig
 
 from lit_fsdp.audit import audit_recipe
 from lit_fsdp.errors import ConfigError
-from lit_fsdp.models.build import build_on_meta, check_attention
+from lit_fsdp.models.build import build_on_meta
 from lit_fsdp.module import CausalLMModule
 from tests.runs import check_recipe
 
 
-def test_attention_that_the_model_lacks(tiny, caplog):
+def test_what_cannot_be_built_and_attention_that_the_model_lacks(tiny, caplog):
+    with pytest.raises(ConfigError, match="a model of type t5"):
+        build_on_meta(AutoConfig.for_model("t5"))
     with pytest.raises(ConfigError, match=r"bloom with sdpa(.|\n)*leave attn_implementation out"):
         build_on_meta(tiny("bloom"), "sdpa")
     with caplog.at_level(logging.INFO):
@@ -25,28 +27,12 @@ def test_attention_that_the_model_lacks(tiny, caplog):
     ]
 
 
-def test_no_causal_lm():
-    with pytest.raises(ConfigError, match="a model of type t5"):
-        build_on_meta(AutoConfig.for_model("t5"))
-
-
-GPU_ONLY = ("flex_attention", "flash_attention_2", "flash_attention_3")
-
-
-def test_attention_that_trains_on_gpus_only_is_refused():
-    for name in GPU_ONLY:
-        with pytest.raises(ConfigError, match=rf"{name} on a CPU(.|\n)*leave attn_implementation out"):
-            check_attention(name, "cpu")
-        check_attention(name, "cuda")
-    for other in ("sdpa", "eager", None):
-        check_attention(other, "cpu")
-
-
 def test_an_audit_needs_no_package(tiny):
     def audited(family, attention):
         model = {"name": tiny(family).to_dict(), "attn_implementation": attention}
         return audit_recipe(check_recipe({"model": model, "trainer": {"devices": 2, "max_steps": 1}}, "audit"))
 
-    assert all(audited("llama", attention) == audited("llama", "sdpa") for attention in GPU_ONLY)
+    gpu_only = ("flex_attention", "flash_attention_2", "flash_attention_3")
+    assert all(audited("llama", attention) == audited("llama", "sdpa") for attention in gpu_only)
     with pytest.raises(ConfigError, match="flash_attention_2 for bloom"):
         audited("bloom", "flash_attention_2")

@@ -13,19 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from lit_fsdp.config.model import ModelConfig
 from lit_fsdp.errors import CheckpointError
-from lit_fsdp.models.build import build_on_meta
-from lit_fsdp.models.resolve import resolve_model
 from lit_fsdp.models.tokenizers import load_tokenizer, miniature_tokenizer
-from lit_fsdp.models.weights import open_weights
-
-
-def _filled(source, fill):
-    model = build_on_meta(source.hf_config, "eager")
-    return fill(open_weights(source, model, 1), model)
-
-
-def _resolve(path):
-    return resolve_model(ModelConfig(name=str(path)), 1)
+from tests.unit.models.conftest import opened
 
 
 def _to_bin(folder):
@@ -38,24 +27,12 @@ def test_bin_files_keep_their_values(saved, fill, cache):
     folder = saved("llama")
     expected = AutoModelForCausalLM.from_pretrained(folder).state_dict()
     _to_bin(folder)
-    source = _resolve(folder)
+    source, *both = opened(folder)
     assert source.weights_folder.parent == cache / "models"
     assert source.tokenizer_source == str(folder)
     assert "lm_head.weight" not in load_file(source.weights_folder / "model.safetensors")
-    model = _filled(source, fill)
+    model = fill(*both)
     assert all(torch.equal(t, expected[name].bfloat16().float()) for name, t in model.state_dict().items())
-
-
-def test_rows_of_experts_that_lie_apart_are_read_alone(saved):
-    folder = saved("qwen3_moe")
-    assert any("experts.0" in name for name in load_file(folder / "model.safetensors"))
-    source, name = _resolve(folder), "model.layers.1.mlp.experts"
-    assert source.weights_folder == folder
-    expected = AutoModelForCausalLM.from_pretrained(folder).get_parameter(f"{name}.gate_up_proj")
-    meta = build_on_meta(source.hf_config, "eager")
-    for rows in (slice(1, 3), slice(4, 4), None):
-        found = open_weights(source, meta, 1).read(name, meta.get_submodule(name), "gate_up_proj", rows)
-        assert torch.equal(found, expected[rows or slice(None)])
 
 
 def test_conversion_does_not_invent_tensors(saved, cache):
@@ -65,7 +42,7 @@ def test_conversion_does_not_invent_tensors(saved, cache):
     del stored["model.norm.weight"]
     torch.save(stored, folder / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match=r"1 tensors are missing or misshapen: model\.norm\.weight"):
-        _resolve(folder)
+        opened(folder)
     assert not [p for p in (cache / "models").iterdir() if p.is_dir()]
 
 
@@ -104,13 +81,12 @@ def test_gguf_becomes_a_model_folder(tmp_path, fill):
     """With what its tokenizer would lack: digits one by one, as SmolLM's own, and the token that a text begins with."""
     file, expected, text = tmp_path / "small.gguf", miniature_tokenizer(), "the assistant is a<|im_end|>\n"
     values = _write_gguf(file)
-    config = ModelConfig(name=str(file))
-    source = resolve_model(config, 1)
-    model = _filled(source, fill)
+    source, *both = opened(file)
+    model = fill(*both)
     assert torch.equal(model.model.embed_tokens.weight, torch.from_numpy(values["token_embd"]))
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert "quantization_config" not in json.loads((source.weights_folder / "config.json").read_text())
-    tokenizer = load_tokenizer(source, config)
+    tokenizer = load_tokenizer(source, ModelConfig(name=str(file)))
     assert (tokenizer.model_max_length, tokenizer.eos_token) == (77, "<|im_end|>")
     assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi"
     assert tokenizer(text)["input_ids"][1:] == expected(text)["input_ids"]

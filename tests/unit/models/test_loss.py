@@ -23,13 +23,6 @@ def _nll(logits, labels):
     return F.cross_entropy(logits.flatten(0, 1).float(), targets, ignore_index=-100, reduction="sum").item()
 
 
-def test_the_first_token_of_a_packed_sample_is_never_supervised():
-    labels = torch.tensor([[7, 8, 9, 4, 5, 6]])
-    positions = torch.tensor([[0, 1, 0, 1, 2, 0]])
-    assert next_targets({"labels": labels, "position_ids": positions}).tolist() == [[8, -100, 4, 5, -100, -100]]
-    assert next_targets({"labels": labels}).tolist() == [[8, 9, 4, 5, 6, -100]]
-
-
 def _model(config, fill):
     meta = build_on_meta(config, "eager")
     return fill(open_weights(ModelSource(config, None, None), meta, 1), meta)

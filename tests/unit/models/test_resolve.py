@@ -20,22 +20,6 @@ def _resolve(name, **options):
     return resolve_model(ModelConfig(name=name, **options), seed=7)
 
 
-def test_hub_folder_is_used_and_bin_only_if_need_be(monkeypatch, saved):
-    folder, asked = saved("llama"), []
-
-    def download(name, allow_patterns, ignore_patterns, revision):
-        asked.append((name, allow_patterns))
-        return str(folder)
-
-    monkeypatch.setattr(hub, "snapshot_download", download)
-    source = _resolve("some/model")
-    assert (source.weights_folder, source.base) == (folder, "some/model")
-    ((name, patterns),) = asked
-    assert name == "some/model"
-    assert {"*.safetensors", "*.tiktoken"} <= set(patterns)
-    assert not {"*.bin", "*.py"} & set(patterns)
-
-
 @pytest.fixture
 def no_hub(monkeypatch):
     monkeypatch.setattr(hub, "snapshot_download", lambda *a, **k: pytest.fail("asked the hub"))

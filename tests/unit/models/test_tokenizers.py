@@ -16,7 +16,7 @@ from lit_fsdp.errors import ConfigError
 from lit_fsdp.models.build import build_on_meta
 from lit_fsdp.models.export_files import model_files
 from lit_fsdp.models.resolve import resolve_model
-from lit_fsdp.models.tokenizers import end_of_turn_id, load_tokenizer, miniature_tokenizer
+from lit_fsdp.models.tokenizers import load_tokenizer, miniature_tokenizer
 from lit_fsdp.models.weights import ModelSource, open_weights
 
 
@@ -55,19 +55,14 @@ def test_tokenizers_that_cannot_be_used(tmp_path, tiny):
 
 def test_generation_stops_where_the_template_ends_a_turn(tiny):
     source, model = ModelSource(tiny("llama", vocab_size=400), None, None), SimpleNamespace()
-    for given, kept in ((314, [314, 316]), ([314, 316], [314, 316]), (None, 316), (316, 316)):
+    tokenizer = miniature_tokenizer()
+    for given, kept in ((314, [314, 316]), ([314, 316], [314, 316]), (None, 316), (316, 316), (314, 314)):
+        if kept == 314:
+            tokenizer.chat_template = "{{ raise_exception('no') }}"
         model.generation_config = GenerationConfig(eos_token_id=given)
-        files = model_files(source, miniature_tokenizer(), model)
+        files = model_files(source, tokenizer, model)
         assert json.loads(files["hf/config.json"])["pad_token_id"] == 5  # the model's own: another would freeze a row
         assert json.loads(files["hf/generation_config.json"])["eos_token_id"] == kept
-
-
-def test_end_of_turn():
-    tokenizer = miniature_tokenizer()
-    assert end_of_turn_id(tokenizer) == tokenizer.convert_tokens_to_ids("<|im_end|>")
-    for template in ("{% for m in messages %}{{ m['content'] }} {% endfor %}", "{{ raise_exception('no') }}", None):
-        tokenizer.chat_template = template
-        assert end_of_turn_id(tokenizer) is None
 
 
 TOKENS = ["<|tool|>", "<|im_end|>", "<|think|>"]

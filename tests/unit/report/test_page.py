@@ -13,12 +13,10 @@ import yaml
 from rich.console import Console
 
 from lit_fsdp.commands import run as lit_fsdp
-from lit_fsdp.config.data import DataConfig
-from lit_fsdp.data.encode import RowEncoder
 from lit_fsdp.errors import ConfigError, DataError
 from lit_fsdp.models.tokenizers import miniature_tokenizer
 from lit_fsdp.report.page import thinned
-from lit_fsdp.report.samples import pieces, print_samples
+from lit_fsdp.report.samples import print_samples
 from tests.pages import Page
 
 EVIL = "<script>alert('x')</script>"
@@ -103,35 +101,14 @@ def test_what_cannot_be_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
             lit_fsdp(["report", "runs/a"])
 
 
-def _sample(question: str, answer: str) -> tuple[np.ndarray, np.ndarray]:
-    turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-    encoder = RowEncoder(miniature_tokenizer(), DataConfig())
-    (one,) = encoder.encode([{"messages": turns}], "messages", ["x"])[0].samples
-    return one.input_ids, one.supervised
-
-
-def _printed(sample: tuple[np.ndarray, np.ndarray], **options: Any) -> str:
-    console = Console(file=io.StringIO(), **options)
-    print_samples(console, miniature_tokenizer(), "train", [sample])
-    return console.file.getvalue()  # type: ignore[attr-defined]
-
-
 def test_color_takes_the_place_of_marks(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    colored = _printed(_sample("a", "b"), force_terminal=True, color_system="standard")
-    assert "\x1b[1;32mb" in colored
-    assert "⟦" not in colored
-    monkeypatch.setenv("NO_COLOR", "1")
-    plain = _printed(_sample("a", "b"), force_terminal=True, color_system="standard")
-    assert "\x1b[1mb" in plain  # bold is no color
-    assert plain.count("⟦") == plain.count("⟧") == 2  # the legend, and the sample
-    assert "\x1b" not in _printed(_sample("a", "b"))
-
-
-def test_characters_of_several_tokens_are_whole():
-    text = "".join(text for text, *_ in pieces(miniature_tokenizer(), *_sample("日本", "héllo 🎉")))
-    assert "日本" in text
-    assert "héllo 🎉" in text
+    sample = np.array(miniature_tokenizer()("b")["input_ids"]), np.array([True])
+    for variable, code, marks in (("FORCE_COLOR", "1;32", 0), ("NO_COLOR", "1", 2)):  # bold is no color
+        monkeypatch.setenv(variable, "1")
+        console = Console(file=(out := io.StringIO()), force_terminal=True, color_system="standard")
+        print_samples(console, miniature_tokenizer(), "train", [sample])
+        assert f"\x1b[{code}mb" in out.getvalue()
+        assert out.getvalue().count("⟦") == out.getvalue().count("⟧") == marks  # in the legend, and in the sample
 
 
 def test_long_curves_keep_their_peaks():
