@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import time
 from pathlib import Path
@@ -100,27 +99,6 @@ def train_foreign_async(run: str, strategy: dict[str, Any], async_save: bool) ->
     trainer.fit_loop.epoch_loop.max_steps = 8  # a second fit of the same Trainer goes on
     trainer.fit(module, loader(range(6)))
     return losses.values
-
-
-def tensors_of(run: str) -> dict[str, dict[str, str]]:
-    """Hashes of every tensor and state file of every checkpoint of a run, read on one rank."""
-    from lit_fsdp.checkpoint.manifest import read_manifest
-    from lit_fsdp.checkpoint.safetensors_file import read_tensor
-    from lit_fsdp.checkpoint.store import verify_files
-
-    found: dict[str, dict[str, str]] = {}
-    for entry in checkpoints(Path(run)):
-        verify_files(entry.path)
-        manifest = read_manifest(entry.path)
-        tensors = {name: read_tensor(manifest, name) for name in manifest.tensors}
-        hashes = {name: _hash(tensor) for name, tensor in tensors.items()}
-        small = {n: f.xxh3 for n, f in manifest.files.items() if n.startswith(("state.", "hf/"))}
-        found[entry.path.name] = {**hashes, **small, "metrics": repr(dict(manifest.metrics))}
-    return found
-
-
-def _hash(tensor: torch.Tensor) -> str:
-    return hashlib.sha256(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
 def _hurt(fault: str, rank: int, run: Path) -> None:

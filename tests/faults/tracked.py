@@ -20,6 +20,18 @@ SURVIVED: Counter[str] = Counter()
 COLLECTIVE_TIMEOUT = 30.0  # seconds; a busy machine may need ten between two ranks
 
 
+def attempts(log: Path) -> list[tuple[int, dict[int, str]]]:
+    """Of each attempt the step it began at and the losses of its steps as written, bit for bit."""
+    found: list[tuple[int, dict[int, str]]] = []
+    for line in log.read_text().splitlines(keepends=True) if log.exists() else []:
+        first, second = line.split()
+        if first == "start":
+            found.append((int(second), {}))
+        elif line.endswith("\n"):
+            found[-1][1][int(first)] = second
+    return found
+
+
 class TrackedRun:
     """One run folder over many attempts.
 
@@ -80,15 +92,8 @@ class TrackedRun:
         return self.log.with_suffix(".stage-0").read_text().strip()
 
     def attempts(self) -> list[tuple[int, dict[int, str]]]:
-        """Of each attempt the step it began at and the losses of its steps as written, bit for bit."""
-        found: list[tuple[int, dict[int, str]]] = []
-        for line in self.log.read_text().splitlines(keepends=True) if self.log.exists() else []:
-            first, second = line.split()
-            if first == "start":
-                found.append((int(second), {}))
-            elif line.endswith("\n"):
-                found[-1][1][int(first)] = second
-        return found
+        """See :func:`attempts`."""
+        return attempts(self.log)
 
     def check(self, may_lose: int = 1) -> None:
         """Every visible checkpoint is whole, and the newest is at most ``may_lose`` steps behind what was done."""
