@@ -213,19 +213,16 @@ def fit_with_room(
     run: str,
     steps: int,
     free: list[int] | None = None,
-    broken: str | None = None,
     ckpt_path: str | None = None,
     unseen: int = 0,
     **options: Any,
 ) -> dict[str, Any]:
-    """Train; ``free`` are the free bytes at each look (the last one stays), ``broken`` a folder that cannot go.
+    """Train; ``free`` are the free bytes at each look (the last one stays).
 
-    Rank 1 does not see the ``unseen`` newest checkpoints, as on NFS with a stale
-    cache.
+    Rank 1 does not see the ``unseen`` newest checkpoints, as on NFS with a stale cache.
     """
     torch.manual_seed(3)
     callback: Any = Checkpoint(**options)
-    remove = run_folder.remove
     if free is not None:
         disk_space.free_bytes = lambda folder: free.pop(0) if len(free) > 1 else free[0]
 
@@ -233,12 +230,6 @@ def fit_with_room(
     if unseen and os.environ["RANK"] == "1":
         run_folder.survey = lambda folder: survey(folder)[:-unseen]
 
-    def removal(folder: Path) -> None:
-        if folder.name == broken:
-            raise CheckpointError(f"{folder}: cannot be deleted")
-        remove(folder)
-
-    run_folder.remove = removal
     trainer = trainer_for(strategy, [callback], max_steps=steps, default_root_dir=run)
     rows = DataLoader([torch.ones(2, 513)] * steps, batch_size=None)
     error = None
