@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
 import shutil
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -26,6 +26,7 @@ from lit_fsdp import Checkpoint, fsdp_strategy
 from lit_fsdp.checkpoint.run_folder import checkpoints
 from tests.dist.import_jobs import CPUFSDPStrategy
 from tests.dist.jobs import local, trainer_for
+from tests.faults.store_jobs import leave_free
 
 ROWS, WIDTH = 8, 96
 SUBJECTS = ("lit_fsdp", "ModelParallelStrategy", "FSDPStrategy subclass", "DCP, one folder", "DCP, fresh folders")
@@ -209,16 +210,6 @@ def peer_train(subject: str, run: str, log: str, steps: int = 100_000, saves: bo
             loop.save(loop.step)
 
 
-class AtEnd(Callback):
-    """Runs something with everything still in place."""
-
-    def __init__(self, act: Callable[[Trainer, LightningModule], None]) -> None:
-        self.act = act
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.act(trainer, pl_module)
-
-
 def with_subject(subject: str, run: str, act: Callable[[Any], None]) -> None:
     """Take one step, then act."""
     if subject in (ONE_FOLDER, FRESH_FOLDERS):
@@ -226,7 +217,7 @@ def with_subject(subject: str, run: str, act: Callable[[Any], None]) -> None:
         loop.train()
         act(loop)
     else:
-        end = AtEnd(lambda trainer, net: act(Trained(subject, run, trainer, net)))
+        end = LambdaCallback(on_train_end=lambda trainer, net: act(Trained(subject, run, trainer, net)))
         trainer = trainer_of(subject, run, [end], max_steps=1)
         trainer.fit(PeerNet(subject == MODEL_PARALLEL), DataLoader(Steps(trainer), batch_size=None))
 
@@ -255,11 +246,11 @@ def holds(net: torch.nn.Module, value: float) -> bool:
     return bool(mine)
 
 
-@contextlib.contextmanager
-def on_first() -> Iterator[bool]:
+def on_first(act: Callable[[], Any]) -> None:
     """What only the first rank does, between two barriers."""
     dist.barrier()
-    yield dist.get_rank() == 0
+    if dist.get_rank() == 0:
+        act()
     dist.barrier()
 
 
@@ -274,22 +265,14 @@ def peer_full_disk(subject: str, run: str) -> list[dict[str, bool]]:
             size = sum(path.stat().st_size for path in live.save(1).rglob("*") if path.is_file())
             before = sorted(map(str, live.run.rglob("*")))
             write(live.net, 2.0)
-            with on_first() as is_first:
-                if is_first:
-                    disk = os.statvfs(run)
-                    with filler.open("wb") as file:
-                        os.posix_fallocate(file.fileno(), 0, disk.f_bavail * disk.f_frsize - percent * size // 100)
+            on_first(partial(leave_free, filler, percent * size // 100))
             is_error = failed(live.save, 2)
-            with on_first() as is_first:
-                if is_first:
-                    filler.unlink()
+            on_first(filler.unlink)
             left = sorted(map(str, live.run.rglob("*"))) != before
             newest = live.newest()
             is_whole = newest is not None and not failed(live.load, newest) and holds(live.net, 1.0)
             found.append({"error": is_error, "whole": is_whole, "left": left})
-            with on_first() as is_first:
-                if is_first:
-                    shutil.rmtree(live.run / "checkpoints")
+            on_first(lambda: shutil.rmtree(live.run / "checkpoints"))
 
     with_subject(subject, run, act)
     return found
@@ -308,13 +291,9 @@ def peer_damage(subject: str, run: str, trials: int) -> list[bool]:
             sound = path.read_bytes()
             data = bytearray(sound)
             data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
-            with on_first() as is_first:
-                if is_first:
-                    path.write_bytes(data)
+            on_first(partial(path.write_bytes, data))
             found.append(failed(live.load, place))
-            with on_first() as is_first:
-                if is_first:
-                    path.write_bytes(sound)
+            on_first(partial(path.write_bytes, sound))
 
     with_subject(subject, run, act)
     return found

@@ -119,6 +119,7 @@ class TrackedRun:
         whole.job["checkpoint"] = {"every_steps": None}
         assert self._to_the_end(whole.start(last), timeout) == [first, other], "not the state of the uninterrupted run"
         ((_, wanted),) = whole.attempts()
+        assert not list((self.run / "checkpoints").glob(".*")), "not swept"
         for _, losses in self.attempts():
             assert {step: wanted[step] for step in losses} == losses
 
