@@ -8,7 +8,7 @@ import os
 import pickle
 import shutil
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -108,26 +108,24 @@ def test_torch_files_of_others(payloads: list[Any], tmp_path: Path) -> None:
                     importing.read_torch(path)
 
 
-HEADERS: dict[str, Callable[[bytes], bytes]] = {
-    "endless": lambda data: struct.pack("<Q", 2**63) + data[8:],
-    "no JSON": lambda data: data[:8] + b"x" * (len(data) - 8),
-    "far away": lambda data: _header({"a": {"dtype": "F32", "shape": [4], "data_offsets": [1 << 40, (1 << 40) + 16]}}),
-    "overflow": lambda data: _header({"a": {"dtype": "F32", "shape": [2**62, 2**62], "data_offsets": [0, 16]}}),
-    "nested": lambda data: struct.pack("<Q", 1 << 16) + b"[" * (1 << 16),
-    "empty": lambda data: b"",
-}
-
-
-def _header(header: dict[str, Any]) -> bytes:
-    text = json.dumps(header).encode()
-    return struct.pack("<Q", len(text)) + text + bytes(16)
-
-
 def test_safetensors_headers(victim: Path) -> None:
+    """Endless, no JSON, far away, overflowing, nested, and none at all."""
+
+    def place(shape: list[int], *offsets: int) -> bytes:
+        text = json.dumps({"a": {"dtype": "F32", "shape": shape, "data_offsets": offsets}}).encode()
+        return struct.pack("<Q", len(text)) + text + bytes(16)
+
     path = victim / SHARD
     sound = path.read_bytes()
-    for harm in HEADERS.values():
-        path.write_bytes(harm(sound))
+    for data in (
+        struct.pack("<Q", 2**63) + sound[8:],
+        sound[:8] + b"x" * (len(sound) - 8),
+        place([4], 1 << 40, (1 << 40) + 16),
+        place([2**62, 2**62], 0, 16),
+        struct.pack("<Q", 1 << 16) + b"[" * (1 << 16),
+        b"",
+    ):
+        path.write_bytes(data)
         seal(victim)
         store.verify_files(victim)
         with pytest.raises(CheckpointError):

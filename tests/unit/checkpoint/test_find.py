@@ -19,15 +19,10 @@ def pick(run: Path, word: str | Path, fallback: bool = False, monitor: str = "lo
     return choose(word, run, monitor, mode, fallback)
 
 
-@pytest.fixture
-def four(tmp_path: Path) -> list[Path]:
-    return [make(tmp_path, step, loss=loss) for step, loss in {1: 0.3, 2: 0.1, 3: 0.2, 4: 0.4}.items()]
-
-
 def test_last_best_and_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     make(tmp_path, 1, loss=0.5, accuracy=0.1)
     make(tmp_path, 2, loss=0.4, accuracy=float("nan"))
-    make(tmp_path, 3, loss=0.4)
+    make(tmp_path, 3, loss=0.4, accuracy=-math.inf)
     make(tmp_path, 4)
     monkeypatch.setenv("HOME", str(tmp_path))
     for word, monitor, mode, steps in (
@@ -53,9 +48,10 @@ def test_last_best_and_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_damaged_one_that_may_come_first_is_never_passed_over_in_silence(
-    four: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    (four[3] / "data").unlink()
+    four = [make(tmp_path, step, loss=loss) for step, loss in {1: 0.3, 2: 0.1, 3: 0.2, 4: 0.4}.items()]
+    (four[3] / "data").write_bytes(b"123")
     (four[2] / "manifest.json").write_bytes(b"{}")
     for word in ("last", "best"):
         with pytest.raises(CheckpointError) as error:
