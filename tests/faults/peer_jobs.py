@@ -29,8 +29,8 @@ from tests.dist.jobs import local, trainer_for
 from tests.faults.store_jobs import leave_free
 
 ROWS, WIDTH = 8, 96
-SUBJECTS = ("lit_fsdp", "ModelParallelStrategy", "FSDPStrategy subclass", "DCP, one folder", "DCP, fresh folders")
-OURS, MODEL_PARALLEL, FSDP1, ONE_FOLDER, FRESH_FOLDERS = SUBJECTS
+SUBJECTS = ("lit_fsdp", "ModelParallelStrategy", "FSDPStrategy subclass", "DCP, fresh folders")
+OURS, MODEL_PARALLEL, FSDP1, PLAIN_DCP = SUBJECTS
 TIMEOUT = timedelta(seconds=60)
 
 
@@ -91,9 +91,9 @@ class Steps(IterableDataset[Any]):
 class PlainDCP:
     """A loop as in torch's tutorials: fully_shard, AdamW, get_state_dict and dcp.save."""
 
-    def __init__(self, subject: str, run: str) -> None:
+    def __init__(self, run: str) -> None:
         dist.init_process_group("gloo", timeout=TIMEOUT)
-        self.net, self.run, self.is_fresh = PeerNet(False), Path(run), subject == FRESH_FOLDERS
+        self.net, self.run = PeerNet(False), Path(run)
         shard(self.net, init_device_mesh("cpu", (dist.get_world_size(),)))
         self.optimizer, self.step = self.net.configure_optimizers(), 0
 
@@ -111,12 +111,11 @@ class PlainDCP:
         return {"model": model, "optimizer": optimizer, "step": torch.tensor(self.step)}
 
     def save(self, step: int) -> Path:
-        """Into one folder always, or into one for each step, of which two are kept."""
-        self.step, root = step, self.run / "checkpoints"
-        place = root / f"step-{step:08d}" if self.is_fresh else root / "checkpoint"
+        """Into a folder for each step, of which two are kept."""
+        self.step, place = step, self.run / "checkpoints" / f"step-{step:08d}"
         dcp.save(self._state(), checkpoint_id=place)
-        if self.is_fresh and dist.get_rank() == 0:
-            for old in sorted(root.glob("step-*"))[:-2]:
+        if dist.get_rank() == 0:
+            for old in sorted(place.parent.glob("step-*"))[:-2]:
                 shutil.rmtree(old)
         return place
 
@@ -172,48 +171,42 @@ def saving(subject: str, run: str) -> Callback:
     return ModelCheckpoint(every_n_train_steps=1, save_top_k=2, save_last="link", **lightnings)  # type: ignore[arg-type]
 
 
-class Log(Callback):
-    """Says where an attempt begins and what every step's loss was, before it is saved."""
+def peer_train(subject: str, run: str, log: str, steps: int = 100_000, saves: bool = True) -> None:
+    """Train from the newest checkpoint on, saving every step; ``log`` has the start and, before its save, each loss."""
 
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    def say(self, line: str) -> None:
+    def say(line: str) -> None:
         if dist.get_rank() == 0:
-            with open(self.path, "a") as file:
+            with open(log, "a") as file:
                 file.write(line + "\n")
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.say(f"start {trainer.global_step}")
+    def begun(trainer: Trainer, net: LightningModule) -> None:
+        say(f"start {trainer.global_step}")
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.say(f"{trainer.global_step} {float(pl_module.last_loss)!r}")
+    def done(trainer: Trainer, net: LightningModule, *rest: Any) -> None:
+        say(f"{trainer.global_step} {float(net.last_loss)!r}")
 
-
-def peer_train(subject: str, run: str, log: str, steps: int = 100_000, saves: bool = True) -> None:
-    """Train from the newest checkpoint on, saving every step."""
-    seen = Log(log)
-    if subject not in (ONE_FOLDER, FRESH_FOLDERS):
+    seen = LambdaCallback(on_train_start=begun, on_train_batch_end=done)
+    if subject != PLAIN_DCP:
         trainer = trainer_of(subject, run, [seen, *([saving(subject, run)] if saves else [])], max_steps=steps)
         is_there = bool(checkpoints(run)) if subject == OURS else os.path.lexists(f"{run}/checkpoints/last.ckpt")
         rows = DataLoader(Steps(trainer), batch_size=None)
         trainer.fit(PeerNet(subject == MODEL_PARALLEL), rows, ckpt_path="last" if is_there else None)
         return
-    loop = PlainDCP(subject, run)
+    loop = PlainDCP(run)
     newest = loop.newest()
     if newest is not None:
         loop.load(newest)
-    seen.say(f"start {loop.step}")
+    say(f"start {loop.step}")
     while loop.step < steps:
-        seen.say(f"{loop.step + 1} {loop.train()!r}")
+        say(f"{loop.step + 1} {loop.train()!r}")
         if saves:
             loop.save(loop.step)
 
 
 def with_subject(subject: str, run: str, act: Callable[[Any], None]) -> None:
     """Take one step, then act."""
-    if subject in (ONE_FOLDER, FRESH_FOLDERS):
-        loop = PlainDCP(subject, run)
+    if subject == PLAIN_DCP:
+        loop = PlainDCP(run)
         loop.train()
         act(loop)
     else:
