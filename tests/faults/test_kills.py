@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.faults.tracked import CHAOS, COLLECTIVE_TIMEOUT, SURVIVED, TrackedRun
+from tests.faults.tracked import CHAOS, COLLECTIVE_TIMEOUT, SURVIVED, TrackedRun, attempts
 
 KILLS_OF_JOBS, KILLS_OF_RANKS, SIGNALS = (300, 60, 300) if CHAOS else (6, 6, 3)
 SOAK_SECONDS = float(os.environ.get("LIT_FSDP_SOAK_SECONDS", 600))
@@ -88,9 +88,9 @@ def test_signals_at_random_moments(tiny_model: Path, tmp_path: Path) -> None:
     rng = random.Random(22)
     run = TrackedRun(tiny_model, tmp_path / "run", checkpoint={"every_steps": 4, "keep_last": 2}, hears_signals=True)
     for trial in range(SIGNALS):
-        before, begun = run.newest(), len(run.attempts())
+        before, begun = run.newest(), len(attempts(run.log))
         job = run.start()
-        run.wait_for_attempt(begun + 1, job)
+        run.wait_for(lambda: len(attempts(run.log)), begun + 1, job)
         time.sleep(rng.uniform(0, 0.5))
         number = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)[trial % 3]
         job.kill([[0], [1], None][trial // 3 % 3], number)
