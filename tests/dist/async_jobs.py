@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import time
 from pathlib import Path
@@ -17,7 +16,6 @@ from lit_fsdp.checkpoint import files as disk
 from lit_fsdp.checkpoint.run_folder import checkpoints
 from lit_fsdp.errors import CheckpointError
 from lit_fsdp.signals import SignalFlags
-from tests.dist.foreign_jobs import ForeignNet, StepLosses, loader
 from tests.dist.jobs import Losses, TinyData, TinyDataWithValidation, digest, module_for, trainer_for
 
 STEPS = 9
@@ -32,7 +30,6 @@ class Watch(Callback):
         self.flags = SignalFlags()
         self.visible: dict[int, list[int]] = {}
         self.pending: dict[int, bool] = {}
-        self.last: dict[int, str] = {}
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Raise, or ask for the end, while the save of step 3 is being written."""
@@ -48,7 +45,6 @@ class Watch(Callback):
         step = trainer.global_step
         self.visible[step] = [found.step for found in checkpoints(Path(trainer.default_root_dir))]
         self.pending[step] = background is not None and background.is_writing
-        self.last[step] = Path(trainer.checkpoint_callback.last_model_path).name  # type: ignore[union-attr]
         (Path(trainer.default_root_dir) / f"rank-{self.rank}-ended-{step}").touch()  # the writer waits for it
 
 
@@ -59,6 +55,7 @@ def train_async(
     async_save: bool | None,
     fault: str = "",
     keep_last: int = -1,
+    more_steps: int | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Nine steps with a save every third one; what was seen on the way, and how it ended."""
@@ -75,6 +72,9 @@ def train_async(
     _hurt(fault, rank, Path(run))
     try:
         trainer.fit(module, datamodule=data)
+        if more_steps:
+            trainer.fit_loop.epoch_loop.max_steps = more_steps  # a second fit of the same Trainer goes on
+            trainer.fit(module, datamodule=data)
     except (CheckpointError, ValueError, StopRequested, RuntimeError) as error:
         found["error"] = f"{type(error).__name__}: {error}"
     return {
@@ -84,43 +84,9 @@ def train_async(
         "step": trainer.global_step,
         "visible": watch.visible,
         "pending": watch.pending,
-        "last": watch.last,
         "last_model_path": Path(saving.last_model_path).name,
         "best_model_path": Path(saving.best_model_path).name,
     }
-
-
-def train_foreign_async(run: str, strategy: dict[str, Any], async_save: bool) -> list[float]:
-    """Losses of somebody else's module in two fits of one Trainer, saved by our callback at each second step."""
-    torch.manual_seed(11)
-    losses, saving = StepLosses(), Checkpoint(every_steps=2, keep_last=-1, async_save=async_save)
-    trainer = trainer_for(strategy, [losses, saving], max_steps=6, default_root_dir=run)
-    module = ForeignNet()
-    trainer.fit(module, loader(range(6)))
-    trainer.fit_loop.epoch_loop.max_steps = 8  # a second fit of the same Trainer goes on
-    trainer.fit(module, loader(range(6)))
-    return losses.values
-
-
-def tensors_of(run: str) -> dict[str, dict[str, str]]:
-    """Hashes of every tensor and state file of every checkpoint of a run, read on one rank."""
-    from lit_fsdp.checkpoint.manifest import read_manifest
-    from lit_fsdp.checkpoint.safetensors_file import read_tensor
-    from lit_fsdp.checkpoint.store import verify_files
-
-    found: dict[str, dict[str, str]] = {}
-    for entry in checkpoints(Path(run)):
-        verify_files(entry.path)
-        manifest = read_manifest(entry.path)
-        tensors = {name: read_tensor(manifest, name) for name in manifest.tensors}
-        hashes = {name: _hash(tensor) for name, tensor in tensors.items()}
-        small = {n: f.xxh3 for n, f in manifest.files.items() if n.startswith(("state.", "hf/"))}
-        found[entry.path.name] = {**hashes, **small, "metrics": repr(dict(manifest.metrics))}
-    return found
-
-
-def _hash(tensor: torch.Tensor) -> str:
-    return hashlib.sha256(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
 def _hurt(fault: str, rank: int, run: Path) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
+import signal
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import LambdaCallback
 
 from lit_fsdp import CausalLMDataModule, CausalLMModule, Checkpoint
 from lit_fsdp.callbacks.stop import StopOnSignal, StopRequested
@@ -93,8 +96,9 @@ def gathered(trainer: Trainer) -> dict[str, str]:
     for group in optimizer.param_groups:
         for param in group["params"]:
             mine |= {f"{names[id(param)]}/{key}": value for key, value in optimizer.state.get(param, {}).items()}
+    own = {name: torch.as_tensor(local(value)).detach().contiguous().flatten() for name, value in mine.items()}
     parts: list[Any] = [None] * trainer.world_size
-    dist.all_gather_object(parts, {name: _local_bytes(value) for name, value in mine.items()})
+    dist.all_gather_object(parts, {name: value.view(torch.uint8).numpy().tobytes() for name, value in own.items()})
     found: dict[str, str] = {}
     for name in sorted(set().union(*parts)):
         copies = [
@@ -111,27 +115,6 @@ def gathered(trainer: Trainer) -> dict[str, str]:
     return found
 
 
-def _local_bytes(value: Any) -> bytes:
-    return torch.as_tensor(local(value)).detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-
-
-class Interrupt(Callback):
-    """Receives a signal, or fails, at a micro-batch, on the last rank."""
-
-    def __init__(self, flags: SignalFlags, at: int, how: str) -> None:
-        self.flags, self.at, self.how, self._seen = flags, at, how, 0
-
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Counts micro-batches of this process."""
-        import signal
-
-        self._seen += 1
-        if self._seen == self.at and self.how == "raise":
-            raise RuntimeError("killed here")
-        if self._seen == self.at and trainer.global_rank == trainer.world_size - 1:
-            self.flags.receive(signal.SIGTERM)
-
-
 def elastic_run(
     folder: str,
     run: str,
@@ -140,37 +123,42 @@ def elastic_run(
     micro: int,
     steps: int,
     ckpt_path: str | None = None,
-    data: dict[str, Any] | None = None,
+    num_workers: int = 0,
     save_at: list[int] | None = None,
     interrupt: tuple[int, str] | None = None,
-    **options: Any,
 ) -> dict[str, Any]:
-    """Train on generated rows; losses, rates, rows, and the gathered states where it saved or began."""
+    """Train on generated rows; losses, rates, rows, and the gathered states where it saved or began.
+
+    ``interrupt`` is a micro-batch, and whether the last rank gets a signal there or all fail.
+    """
     torch.manual_seed(5)
     losses, flags, checkpoint = Losses(), SignalFlags(), Checkpoint(every_steps=None, keep_last=-1)
     witness = Witness(save_at or [], checkpoint)
     callbacks: list[Any] = [losses, witness, StopOnSignal(flags), checkpoint]
     if interrupt:
-        callbacks.insert(0, Interrupt(flags, *interrupt))
-    trainer = trainer_for(
-        {"precision": "fp32", **strategy}, callbacks, max_steps=steps, default_root_dir=run, **options
-    )
+        at, how = interrupt
+        batches = itertools.count(1)
+
+        def signal_or_raise(trainer: Trainer, *rest: Any) -> None:
+            is_now = next(batches) == at
+            if is_now and how == "raise":
+                raise RuntimeError("killed here")
+            if is_now and trainer.global_rank == trainer.world_size - 1:
+                flags.receive(signal.SIGTERM)
+
+        callbacks.insert(0, LambdaCallback(on_train_batch_start=signal_or_raise))
+    trainer = trainer_for({"precision": "fp32", **strategy}, callbacks, max_steps=steps, default_root_dir=run)
     module = module_for(folder, warmup_steps=4)
     module.__class__ = KINDS[kind]
+    sizes = {"max_seq_length": 40, "global_batch_size": GLOBAL_BATCH, "micro_batch_size": micro}
     rows = CausalLMDataModule(
-        **{
-            **{"train": "generated:67", "max_seq_length": 40, "seed": 3, "cache_dir": f"{run}/../cache"},
-            **{"global_batch_size": GLOBAL_BATCH, "micro_batch_size": micro},
-            **(data or {}),
-        }
+        train="generated:67", seed=3, cache_dir=f"{run}/../cache", num_workers=num_workers, **sizes
     )
     stopped = None
     try:
         trainer.fit(module, datamodule=rows, ckpt_path=ckpt_path)
-    except StopRequested as stop:
-        stopped = [stop.exit_code, trainer.global_step]
-    except RuntimeError as error:
-        stopped = [str(error), trainer.global_step]
+    except (StopRequested, RuntimeError) as error:
+        stopped = [getattr(error, "exit_code", str(error)), trainer.global_step]
     live: Any = trainer.strategy
     return {
         "digest": digest(module, trainer.optimizers[0]),
@@ -179,7 +167,5 @@ def elastic_run(
         "rates": witness.rates,
         "rows": witness.rows,
         "states": {str(step): state for step, state in witness.states.items()},
-        "epoch": trainer.current_epoch,
         "stopped": stopped,
-        "accumulate": trainer.accumulate_grad_batches,
     }

@@ -13,7 +13,8 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp_state
@@ -87,22 +88,6 @@ class Stock(LightningModule):
         return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)]
 
 
-class SaveAt(Callback):
-    """Saves in the middle of training, with the truth beside it."""
-
-    def __init__(self, step: int, out: str) -> None:
-        self.step, self.out = step, out
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        if trainer.global_step == self.step:
-            trainer.save_checkpoint(self.out)
-            owner = trainer.strategy.model if isinstance(trainer.strategy, FSDPStrategy) else pl_module
-            optimizer: Any = trainer.optimizers[0]
-            _keep_truth(owner, optimizer, self.out)
-
-
 def _keep_truth(model: Any, optimizer: Any, out: str) -> None:
     whole = dcp_state.StateDictOptions(full_state_dict=True)
     weights = dcp_state.get_model_state_dict(model, options=whole)
@@ -147,7 +132,14 @@ def train_with_stock_lightning(
     torch.manual_seed(0)
     options = {"max_steps": steps, "enable_checkpointing": False}
     module = Stock(folder, groups)
-    trainer = trainer_for(_stock_strategy(strategy), [SaveAt(save_at, out)], **options)
+
+    def save(trainer: Trainer, *rest: Any) -> None:
+        if trainer.global_step == save_at:
+            trainer.save_checkpoint(out)
+            owner = trainer.strategy.model if isinstance(trainer.strategy, FSDPStrategy) else module
+            _keep_truth(owner, trainer.optimizers[0], out)
+
+    trainer = trainer_for(_stock_strategy(strategy), [LambdaCallback(on_train_batch_end=save)], **options)
     trainer.fit(module, datamodule=TinyData())
     return module.losses
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, LambdaCallback, ModelCheckpoint
 from torch.utils.data import DataLoader
 
 from lit_fsdp import Checkpoint
@@ -72,26 +72,21 @@ def train_and_save_again(
     return {"losses": losses.values, "there": there, "hidden": [path.name for path in Path(run).glob(".*")]}
 
 
-class Seen(Callback):
-    """Epoch and index of each micro-batch, with the step before it."""
-
-    def __init__(self) -> None:
-        self.values: list[tuple[int, int, int]] = []
-
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        self.values.append((trainer.global_step, trainer.current_epoch, batch_idx))
-
-
 def train_with_schedule(
     strategy: dict[str, Any], run: str, schedule: dict[str, int], ckpt_path: str | None = None
 ) -> dict[str, Any]:
     """Three epochs of five micro-batches, of which each epoch accumulates as many as the schedule says."""
-    seen, saving = Seen(), Checkpoint(every_steps=1, keep_last=-1)
+    seen: list[tuple[int, int, int]] = []
+
+    def note(trainer: Trainer, module: LightningModule, batch: Any, index: int) -> None:
+        seen.append((trainer.global_step, trainer.current_epoch, index))
+
+    callbacks = [LambdaCallback(on_train_batch_start=note), Checkpoint(every_steps=1, keep_last=-1)]
     accumulation = GradientAccumulationScheduler({int(epoch): count for epoch, count in schedule.items()})
     options = {"max_epochs": 3, "default_root_dir": run}
-    trainer = trainer_for({"precision": "fp32", **strategy}, [seen, accumulation, saving], **options)
+    trainer = trainer_for({"precision": "fp32", **strategy}, [*callbacks, accumulation], **options)
     trainer.fit(ForeignNet(), loader(range(5)), ckpt_path=ckpt_path)
-    return {"seen": seen.values, "steps": trainer.global_step}
+    return {"seen": seen, "steps": trainer.global_step}
 
 
 class Described(ForeignNet):
@@ -150,30 +145,26 @@ class Changed(ForeignNet):
         return super().forward(x) * self.gate.sum() / 2
 
 
-class Start(Callback):
-    """Sums of all parameters and, by parameter, the optimizer's steps, when training starts."""
-
-    def __init__(self) -> None:
-        self.sums: dict[str, float] = {}
-        self.steps: dict[str, float] = {}
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        strategy: Any = trainer.strategy
-        self.sums = {name: float(whole(t).sum()) for name, t in strategy.lightning_module_state_dict().items()}
-        if trainer.global_step == 0 or not isinstance(strategy, EngineStrategy):  # to ask would make a state
-            return
-        state = strategy.optimizer_state(trainer.optimizers[0])["state"]
-        self.steps = {name: float(entry["step"]) for name, entry in state.items()}
-
-
 def train_changed(
     strategy: dict[str, Any] | None, run: str, ckpt_path: str | None = None, strict: bool = True, changed: bool = True
 ) -> Any:
-    """Two steps of a module, or from its checkpoint on two of one that is not the same; how they started and ended.
+    """Two steps of a module, or from its checkpoint on two of one that is not the same.
 
+    ``start`` and ``steps`` are sums of all parameters and, by parameter, the optimizer's steps at the start.
     Without a strategy it is Lightning's own, DDP.
     """
-    start, saving, losses = Start(), ModelCheckpoint(run, filename="{step}", every_n_train_steps=2), StepLosses()
+    sums: dict[str, float] = {}
+    steps: dict[str, float] = {}
+
+    def note(trainer: Trainer, module: LightningModule) -> None:
+        live: Any = trainer.strategy
+        sums.update({name: float(whole(t).sum()) for name, t in live.lightning_module_state_dict().items()})
+        if trainer.global_step and isinstance(live, EngineStrategy):  # to ask at step 0 would make a state
+            state = live.optimizer_state(trainer.optimizers[0])["state"]
+            steps.update({name: float(entry["step"]) for name, entry in state.items()})
+
+    start, losses = LambdaCallback(on_train_start=note), StepLosses()
+    saving = ModelCheckpoint(run, filename="{step}", every_n_train_steps=2)
     options = {"enable_checkpointing": True, "max_steps": 4 if ckpt_path else 2, "default_root_dir": run}
     ours = None if strategy is None else {"precision": "fp32", **strategy}
     trainer = trainer_for(ours, [start, saving, losses], **options)
@@ -185,7 +176,7 @@ def train_changed(
         return str(error)
     live: Any = trainer.strategy
     end = {name: float(whole(t).sum()) for name, t in live.lightning_module_state_dict().items()}
-    return {"start": start.sums, "steps": start.steps, "end": end, "losses": losses.values}
+    return {"start": sums, "steps": steps, "end": end, "losses": losses.values}
 
 
 class WideNet(LightningModule):
@@ -213,19 +204,16 @@ def fit_with_room(
     run: str,
     steps: int,
     free: list[int] | None = None,
-    broken: str | None = None,
     ckpt_path: str | None = None,
     unseen: int = 0,
     **options: Any,
 ) -> dict[str, Any]:
-    """Train; ``free`` are the free bytes at each look (the last one stays), ``broken`` a folder that cannot go.
+    """Train; ``free`` are the free bytes at each look (the last one stays).
 
-    Rank 1 does not see the ``unseen`` newest checkpoints, as on NFS with a stale
-    cache.
+    Rank 1 does not see the ``unseen`` newest checkpoints, as on NFS with a stale cache.
     """
     torch.manual_seed(3)
     callback: Any = Checkpoint(**options)
-    remove = run_folder.remove
     if free is not None:
         disk_space.free_bytes = lambda folder: free.pop(0) if len(free) > 1 else free[0]
 
@@ -233,12 +221,6 @@ def fit_with_room(
     if unseen and os.environ["RANK"] == "1":
         run_folder.survey = lambda folder: survey(folder)[:-unseen]
 
-    def removal(folder: Path) -> None:
-        if folder.name == broken:
-            raise CheckpointError(f"{folder}: cannot be deleted")
-        remove(folder)
-
-    run_folder.remove = removal
     trainer = trainer_for(strategy, [callback], max_steps=steps, default_root_dir=run)
     rows = DataLoader([torch.ones(2, 513)] * steps, batch_size=None)
     error = None

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
-import tempfile
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -71,7 +71,7 @@ def go(tiny_model: Path, dropout_model: Path, gpt2: Path) -> Callable[..., Resul
             strategy["replicate_degree"] = 2
         model = gpt2 if kind == "gpt2" else dropout_model if dropout else tiny_model
         job = {"folder": model, "kind": "ours" if kind == "gpt2" else kind, "strategy": strategy, "steps": steps}
-        job |= {"micro": choices["micro"], "run": folder, "data": {"num_workers": choices.get("num_workers", 0)}}
+        job |= {"micro": choices["micro"], "run": folder, "num_workers": choices.get("num_workers", 0)}
         return on_ranks("elastic_run", choices["ranks"], **job, **more)
 
     return run
@@ -82,14 +82,11 @@ def saved(
     go: Callable[..., Results], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], tuple[Path, Results]]:
     """The uninterrupted run of a name, made once, which saves in the middle and at the end of its first epoch."""
-    root, done = tmp_path_factory.mktemp("saved"), {}
 
+    @functools.cache
     def run(name: str) -> tuple[Path, Results]:
-        if name not in done:
-            choices = SAVING[name]
-            folder = Path(tempfile.mkdtemp(dir=root))
-            done[name] = folder, go(folder, choices, choices["kind"], STEPS, save_at=[MIDDLE, END])
-        return done[name]
+        folder = tmp_path_factory.mktemp(name) / "run"
+        return folder, go(folder, SAVING[name], SAVING[name]["kind"], STEPS, save_at=[MIDDLE, END])
 
     return run
 
@@ -101,13 +98,6 @@ def global_batches(results: Results) -> dict[int, list[int]]:
         for step, rows in rank["rows"]:
             found.setdefault(step, []).extend(row for row in rows if row >= 0)
     return {step: sorted(rows) for step, rows in found.items()}
-
-
-def check_epochs(batches: dict[int, list[int]]) -> None:
-    """Each row once per whole epoch."""
-    for first in range(0, len(batches) - STEPS_PER_EPOCH + 1, STEPS_PER_EPOCH):
-        seen = Counter(itertools.chain(*(batches[first + i] for i in range(STEPS_PER_EPOCH))))
-        assert seen == Counter(range(ROWS))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
@@ -123,7 +113,9 @@ def test_another_topology(go: Callable[..., Results], saved: Callable[..., Any],
     batches = {step: rows for step, rows in global_batches(whole).items() if step < cut}
     batches |= global_batches(after)
     assert batches == {step: rows for step, rows in global_batches(whole).items() if step < cut + AFTER}
-    check_epochs(batches)
+    for first in range(0, len(batches) - STEPS_PER_EPOCH + 1, STEPS_PER_EPOCH):  # each row once per whole epoch
+        seen = Counter(itertools.chain(*(batches[first + i] for i in range(STEPS_PER_EPOCH))))
+        assert seen == Counter(range(ROWS))
     losses = whole[0]["losses"][cut : cut + AFTER]
     assert after[0]["losses"][0] == pytest.approx(losses[0], rel=1e-6)
     assert after[0]["losses"] == pytest.approx(losses, rel=1e-4)
@@ -163,14 +155,12 @@ FOUR = {"engine": "fsdp2", "sharding": "full_shard", "ranks": 2, "micro": 1}  # 
 CUT: dict[str, Any] = {"kind": "ours", "dropout": True, "steps": 5}
 
 
-@pytest.fixture(scope="module")
-def uncut(go: Callable[..., Results], tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """The run that is neither signaled nor ended."""
-    return go(tmp_path_factory.mktemp("uncut") / "run", FOUR, **CUT)
+def test_the_middle_of_an_accumulation(go: Callable[..., Results], tmp_path: Path) -> None:
+    """On a signal the global batch is finished, saved, and no row of it comes again: on other ranks too.
 
-
-def test_a_signal_in_an_accumulation(go: Callable[..., Results], uncut: Results, tmp_path: Path) -> None:
-    """The global batch is finished, saved, and no row of it comes again: on other ranks too."""
+    Without one nothing is kept of a global batch: it is run again as a whole, with the same random numbers.
+    """
+    uncut = go(tmp_path / "uncut", FOUR, **CUT)
     cut = go(tmp_path / "cut", FOUR, interrupt=[6, "signal"], **CUT)
     assert [rank["stopped"] for rank in cut] == [[75, 2]] * 2
     (path,) = (tmp_path / "cut" / "checkpoints").iterdir()
@@ -181,14 +171,10 @@ def test_a_signal_in_an_accumulation(go: Callable[..., Results], uncut: Results,
     other = go(tmp_path / "other", {**FOUR, "ranks": 1, "micro": 4}, ckpt_path=path, **CUT)
     assert global_batches(cut) | global_batches(other) == global_batches(uncut)
     assert min(global_batches(other)) == 2
-
-
-def test_an_end_in_an_accumulation(go: Callable[..., Results], uncut: Results, tmp_path: Path) -> None:
-    """Of a global batch that was begun, nothing is kept: it is run again as a whole, with the same random numbers."""
-    cut = go(tmp_path / "cut", FOUR, interrupt=[6, "raise"], save_at=[1], **CUT)
+    cut = go(tmp_path / "ended", FOUR, interrupt=[6, "raise"], save_at=[1], **CUT)
     assert [rank["stopped"] for rank in cut] == [["killed here", 1]] * 2
     assert [step for step, _ in cut[0]["rows"]] == [0, 0, 0, 0, 1]
-    after = go(tmp_path / "after", FOUR, ckpt_path=tmp_path / "cut" / "checkpoints" / "step-00000001", **CUT)
+    after = go(tmp_path / "after", FOUR, ckpt_path=tmp_path / "ended" / "checkpoints" / "step-00000001", **CUT)
     for before, now in zip(uncut, after, strict=True):
         assert now["rows"] == before["rows"][4:]
         assert (now["losses"], now["digest"]) == (before["losses"][1:], before["digest"])

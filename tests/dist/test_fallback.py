@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -82,10 +81,6 @@ def test_a_flipped_bit(runs: Callable[..., Any], three_steps: Callable[..., Path
     for folder in (run, by_path):
         assert [entry.step for entry in checkpoints(folder)] == [1, 2, 3, 4, 5]
         assert [verify(entry.path) for entry in checkpoints(folder)] == [{}] * 5
-    hashes = [json.loads((r / "checkpoints/step-00000005/manifest.json").read_text())["files"] for r in (run, by_path)]
-    shards = [{name: f["xxh3"] for name, f in files.items() if name.startswith("tensors/")} for files in hashes]
-    assert shards[0] == shards[1]
-    assert len(shards[0]) == 2
 
 
 def test_all_are_damaged(runs: Callable[..., Any], three_steps: Callable[..., Path], tmp_path: Path) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
 import shutil
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -26,10 +26,11 @@ from lit_fsdp import Checkpoint, fsdp_strategy
 from lit_fsdp.checkpoint.run_folder import checkpoints
 from tests.dist.import_jobs import CPUFSDPStrategy
 from tests.dist.jobs import local, trainer_for
+from tests.faults.store_jobs import leave_free
 
 ROWS, WIDTH = 8, 96
-SUBJECTS = ("lit_fsdp", "ModelParallelStrategy", "FSDPStrategy subclass", "DCP, one folder", "DCP, fresh folders")
-OURS, MODEL_PARALLEL, FSDP1, ONE_FOLDER, FRESH_FOLDERS = SUBJECTS
+SUBJECTS = ("lit_fsdp", "ModelParallelStrategy", "FSDPStrategy subclass", "DCP, fresh folders")
+OURS, MODEL_PARALLEL, FSDP1, PLAIN_DCP = SUBJECTS
 TIMEOUT = timedelta(seconds=60)
 
 
@@ -90,9 +91,9 @@ class Steps(IterableDataset[Any]):
 class PlainDCP:
     """A loop as in torch's tutorials: fully_shard, AdamW, get_state_dict and dcp.save."""
 
-    def __init__(self, subject: str, run: str) -> None:
+    def __init__(self, run: str) -> None:
         dist.init_process_group("gloo", timeout=TIMEOUT)
-        self.net, self.run, self.is_fresh = PeerNet(False), Path(run), subject == FRESH_FOLDERS
+        self.net, self.run = PeerNet(False), Path(run)
         shard(self.net, init_device_mesh("cpu", (dist.get_world_size(),)))
         self.optimizer, self.step = self.net.configure_optimizers(), 0
 
@@ -110,12 +111,11 @@ class PlainDCP:
         return {"model": model, "optimizer": optimizer, "step": torch.tensor(self.step)}
 
     def save(self, step: int) -> Path:
-        """Into one folder always, or into one for each step, of which two are kept."""
-        self.step, root = step, self.run / "checkpoints"
-        place = root / f"step-{step:08d}" if self.is_fresh else root / "checkpoint"
+        """Into a folder for each step, of which two are kept."""
+        self.step, place = step, self.run / "checkpoints" / f"step-{step:08d}"
         dcp.save(self._state(), checkpoint_id=place)
-        if self.is_fresh and dist.get_rank() == 0:
-            for old in sorted(root.glob("step-*"))[:-2]:
+        if dist.get_rank() == 0:
+            for old in sorted(place.parent.glob("step-*"))[:-2]:
                 shutil.rmtree(old)
         return place
 
@@ -171,62 +171,46 @@ def saving(subject: str, run: str) -> Callback:
     return ModelCheckpoint(every_n_train_steps=1, save_top_k=2, save_last="link", **lightnings)  # type: ignore[arg-type]
 
 
-class Log(Callback):
-    """Says where an attempt begins and what every step's loss was, before it is saved."""
+def peer_train(subject: str, run: str, log: str, steps: int = 100_000, saves: bool = True) -> None:
+    """Train from the newest checkpoint on, saving every step; ``log`` has the start and, before its save, each loss."""
 
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    def say(self, line: str) -> None:
+    def say(line: str) -> None:
         if dist.get_rank() == 0:
-            with open(self.path, "a") as file:
+            with open(log, "a") as file:
                 file.write(line + "\n")
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.say(f"start {trainer.global_step}")
+    def begun(trainer: Trainer, net: LightningModule) -> None:
+        say(f"start {trainer.global_step}")
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.say(f"{trainer.global_step} {float(pl_module.last_loss)!r}")
+    def done(trainer: Trainer, net: LightningModule, *rest: Any) -> None:
+        say(f"{trainer.global_step} {float(net.last_loss)!r}")
 
-
-def peer_train(subject: str, run: str, log: str, steps: int = 100_000, saves: bool = True) -> None:
-    """Train from the newest checkpoint on, saving every step."""
-    seen = Log(log)
-    if subject not in (ONE_FOLDER, FRESH_FOLDERS):
+    seen = LambdaCallback(on_train_start=begun, on_train_batch_end=done)
+    if subject != PLAIN_DCP:
         trainer = trainer_of(subject, run, [seen, *([saving(subject, run)] if saves else [])], max_steps=steps)
         is_there = bool(checkpoints(run)) if subject == OURS else os.path.lexists(f"{run}/checkpoints/last.ckpt")
         rows = DataLoader(Steps(trainer), batch_size=None)
         trainer.fit(PeerNet(subject == MODEL_PARALLEL), rows, ckpt_path="last" if is_there else None)
         return
-    loop = PlainDCP(subject, run)
+    loop = PlainDCP(run)
     newest = loop.newest()
     if newest is not None:
         loop.load(newest)
-    seen.say(f"start {loop.step}")
+    say(f"start {loop.step}")
     while loop.step < steps:
-        seen.say(f"{loop.step + 1} {loop.train()!r}")
+        say(f"{loop.step + 1} {loop.train()!r}")
         if saves:
             loop.save(loop.step)
 
 
-class AtEnd(Callback):
-    """Runs something with everything still in place."""
-
-    def __init__(self, act: Callable[[Trainer, LightningModule], None]) -> None:
-        self.act = act
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.act(trainer, pl_module)
-
-
 def with_subject(subject: str, run: str, act: Callable[[Any], None]) -> None:
     """Take one step, then act."""
-    if subject in (ONE_FOLDER, FRESH_FOLDERS):
-        loop = PlainDCP(subject, run)
+    if subject == PLAIN_DCP:
+        loop = PlainDCP(run)
         loop.train()
         act(loop)
     else:
-        end = AtEnd(lambda trainer, net: act(Trained(subject, run, trainer, net)))
+        end = LambdaCallback(on_train_end=lambda trainer, net: act(Trained(subject, run, trainer, net)))
         trainer = trainer_of(subject, run, [end], max_steps=1)
         trainer.fit(PeerNet(subject == MODEL_PARALLEL), DataLoader(Steps(trainer), batch_size=None))
 
@@ -255,11 +239,11 @@ def holds(net: torch.nn.Module, value: float) -> bool:
     return bool(mine)
 
 
-@contextlib.contextmanager
-def on_first() -> Iterator[bool]:
+def on_first(act: Callable[[], Any]) -> None:
     """What only the first rank does, between two barriers."""
     dist.barrier()
-    yield dist.get_rank() == 0
+    if dist.get_rank() == 0:
+        act()
     dist.barrier()
 
 
@@ -274,22 +258,14 @@ def peer_full_disk(subject: str, run: str) -> list[dict[str, bool]]:
             size = sum(path.stat().st_size for path in live.save(1).rglob("*") if path.is_file())
             before = sorted(map(str, live.run.rglob("*")))
             write(live.net, 2.0)
-            with on_first() as is_first:
-                if is_first:
-                    disk = os.statvfs(run)
-                    with filler.open("wb") as file:
-                        os.posix_fallocate(file.fileno(), 0, disk.f_bavail * disk.f_frsize - percent * size // 100)
+            on_first(partial(leave_free, filler, percent * size // 100))
             is_error = failed(live.save, 2)
-            with on_first() as is_first:
-                if is_first:
-                    filler.unlink()
+            on_first(filler.unlink)
             left = sorted(map(str, live.run.rglob("*"))) != before
             newest = live.newest()
             is_whole = newest is not None and not failed(live.load, newest) and holds(live.net, 1.0)
             found.append({"error": is_error, "whole": is_whole, "left": left})
-            with on_first() as is_first:
-                if is_first:
-                    shutil.rmtree(live.run / "checkpoints")
+            on_first(lambda: shutil.rmtree(live.run / "checkpoints"))
 
     with_subject(subject, run, act)
     return found
@@ -308,13 +284,9 @@ def peer_damage(subject: str, run: str, trials: int) -> list[bool]:
             sound = path.read_bytes()
             data = bytearray(sound)
             data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
-            with on_first() as is_first:
-                if is_first:
-                    path.write_bytes(data)
+            on_first(partial(path.write_bytes, data))
             found.append(failed(live.load, place))
-            with on_first() as is_first:
-                if is_first:
-                    path.write_bytes(sound)
+            on_first(partial(path.write_bytes, sound))
 
     with_subject(subject, run, act)
     return found

@@ -16,21 +16,10 @@ from pathlib import Path
 
 from tests.dist.forks import Job, on_ranks, server
 from tests.faults.peer_jobs import SUBJECTS
+from tests.faults.tracked import attempts
 
 KILLS, FLIPS = (300, 1000) if os.environ.get("LIT_FSDP_FAULTS") == "long" else (15, 100)
 Attempts = list[tuple[int, dict[int, str]]]
-
-
-def attempts(log: Path) -> Attempts:
-    """Where each attempt began, and its losses as written."""
-    found: Attempts = []
-    for line in log.read_text().splitlines() if log.exists() else []:
-        first, second = line.split()
-        if first == "start":
-            found.append((int(second), {}))
-        else:
-            found[-1][1][int(first)] = second
-    return found
 
 
 def wait_for_steps(job: Job, log: Path, number: int, steps: int) -> dict[int, str] | None:

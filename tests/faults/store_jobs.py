@@ -128,9 +128,7 @@ def fill_the_disk(disk: str, temporary: str, layout: str) -> list[dict[str, Any]
         for percent in range(0, 135, 5):
             dist.barrier()
             if rank == 0:
-                free = os.statvfs(run).f_bavail * os.statvfs(run).f_frsize
-                with filler.open("wb") as file:
-                    os.posix_fallocate(file.fileno(), 0, free - percent * size // 100)
+                leave_free(filler, percent * size // 100)
             dist.barrier()
             errors = everyone(save(run, 2, layout, rows=256))
             left = sorted(os.listdir(run / "checkpoints"))
@@ -142,6 +140,13 @@ def fill_the_disk(disk: str, temporary: str, layout: str) -> list[dict[str, Any]
                 intact = content(run / "checkpoints") == before
                 found.append({**entry, "intact": intact, "temporary": os.listdir(temporary)})
     return found
+
+
+def leave_free(filler: Path, num_bytes: int) -> None:
+    """Make a file of all that its disk has beyond these bytes."""
+    disk = os.statvfs(filler.parent)
+    with filler.open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, disk.f_bavail * disk.f_frsize - num_bytes)
 
 
 def _take_back(run: Path, step: int) -> None:

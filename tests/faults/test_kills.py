@@ -15,8 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.dist.forks import Outcome
-from tests.faults.tracked import CHAOS, COLLECTIVE_TIMEOUT, SURVIVED, TrackedRun
+from tests.faults.tracked import CHAOS, COLLECTIVE_TIMEOUT, SURVIVED, TrackedRun, attempts
 
 KILLS_OF_JOBS, KILLS_OF_RANKS, SIGNALS = (300, 60, 300) if CHAOS else (6, 6, 3)
 SOAK_SECONDS = float(os.environ.get("LIT_FSDP_SOAK_SECONDS", 600))
@@ -89,9 +88,9 @@ def test_signals_at_random_moments(tiny_model: Path, tmp_path: Path) -> None:
     rng = random.Random(22)
     run = TrackedRun(tiny_model, tmp_path / "run", checkpoint={"every_steps": 4, "keep_last": 2}, hears_signals=True)
     for trial in range(SIGNALS):
-        before, begun = run.newest(), len(run.attempts())
+        before, begun = run.newest(), len(attempts(run.log))
         job = run.start()
-        run.wait_for_attempt(begun + 1, job)
+        run.wait_for(lambda: len(attempts(run.log)), begun + 1, job)
         time.sleep(rng.uniform(0, 0.5))
         number = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)[trial % 3]
         job.kill([[0], [1], None][trial // 3 % 3], number)
@@ -132,10 +131,13 @@ PATIENT = 60.0
 BAD, STEP = 1, 3
 
 
-def run_with(tiny_model: Path, folder: Path, how: str, **strategy: Any) -> tuple[TrackedRun, list[Outcome]]:
-    """What becomes of a run of six steps when rank 1 meets ``how`` after step 3."""
+@pytest.mark.parametrize(
+    ("engine", "how", "code"), [("fsdp2", "error", 1), ("fsdp1", "kill", -9), ("fsdp2", "stop", None)]
+)
+def test_the_others_end_in_time(tiny_model: Path, tmp_path: Path, engine: str, how: str, code: int | None) -> None:
+    """Rank 1 meets ``how`` after step 3 of six."""
     seconds = STEP_TIMEOUT if how == "stop" else PATIENT
-    run = TrackedRun(tiny_model, folder, strategy={"timeout_seconds": seconds, **strategy})
+    run = TrackedRun(tiny_model, tmp_path, strategy={"timeout_seconds": seconds, "engine": engine})
     job = run.start(6, in_step={"rank": BAD, "step": STEP, "how": how})
     if how == "stop":
         (other,) = job.wait(90 + 2 * STEP_TIMEOUT, [1 - BAD])
@@ -144,14 +146,6 @@ def run_with(tiny_model: Path, folder: Path, how: str, **strategy: Any) -> tuple
     outcomes = job.wait(90 + 2 * STEP_TIMEOUT)
     assert outcomes[BAD].code is not None, "hangs after it was stopped"
     assert not job.is_alive()
-    return run, outcomes
-
-
-@pytest.mark.parametrize(
-    ("engine", "how", "code"), [("fsdp2", "error", 1), ("fsdp1", "kill", -9), ("fsdp2", "stop", None)]
-)
-def test_the_others_end_in_time(tiny_model: Path, tmp_path: Path, engine: str, how: str, code: int | None) -> None:
-    run, outcomes = run_with(tiny_model, tmp_path, how, engine=engine)
     assert outcomes[BAD].code == code or (how == "stop" and outcomes[BAD].code not in (0, None))
     other = outcomes[1 - BAD]
     assert other.code not in (0, None), other.output

@@ -8,7 +8,7 @@ import os
 import pickle
 import shutil
 import struct
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,27 +36,24 @@ class Runs:
         return self.call, self.arguments
 
 
-def payloads(marker: Path) -> list[Any]:
-    """Objects that make ``marker`` when they are unpickled without restriction."""
-    return [
+@pytest.fixture
+def payloads(tmp_path: Path) -> Iterator[list[Any]]:
+    """Objects that make a file when they are unpickled without restriction, which never happens."""
+    marker = tmp_path / "marker"
+    yield [
         Runs(os.system, f"touch {marker}"),
         Runs(eval, f"open({str(marker)!r}, 'w')"),
         Runs(exec, f"open({str(marker)!r}, 'w')"),
         Runs(Path.touch, marker),
         Runs(getattr, Runs(__import__, "os"), "system"),
     ]
+    assert not marker.exists()
 
 
 @pytest.fixture
 def victim(saved: Path, tmp_path: Path) -> Path:
     """A sound checkpoint to be changed."""
     return Path(shutil.copytree(step_folder(saved, 3), step_folder(tmp_path / "run", 3)))
-
-
-@pytest.fixture
-def marker(tmp_path: Path) -> Path:
-    """Made by code that should not run."""
-    return tmp_path / "marker"
 
 
 def seal(folder: Path, **changes: Any) -> None:
@@ -75,21 +72,20 @@ def blank(folder: Path) -> dict[str, torch.Tensor]:
     return {name: torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype)) for name, spec in tensors.items()}
 
 
-def test_a_pickle_as_description(victim: Path, marker: Path) -> None:
+def test_a_pickle_as_description(victim: Path, payloads: list[Any]) -> None:
     """In a checkpoint nothing reads it; in another tool's folder nothing of it runs."""
     metadata = victim / "tensors" / ".metadata"
-    for payload in payloads(marker):
+    for payload in payloads:
         for content in (payload, [payload], {"planner_data": payload}):
             metadata.write_bytes(pickle.dumps(content))
             store.load_tensors(victim, blank(victim))
             with pytest.raises(CheckpointError, match="refused"):
                 importing.read_dcp(metadata.parent, bool)
-            assert not marker.exists()
 
 
-def test_a_pickle_in_the_place_of_tensors_or_state(victim: Path, marker: Path) -> None:
+def test_a_pickle_in_the_place_of_tensors_or_state(victim: Path, payloads: list[Any]) -> None:
     sound = {name: (victim / name).read_bytes() for name in (SHARD, "state.json")}
-    for payload in payloads(marker):
+    for payload in payloads:
         for save in (torch.save, pickle.dump):
             for name in sound:
                 content = io.BytesIO()
@@ -99,41 +95,37 @@ def test_a_pickle_in_the_place_of_tensors_or_state(victim: Path, marker: Path) -
                 store.verify_files(victim)  # the manifest fits
                 with pytest.raises(CheckpointError):
                     store.load_tensors(victim, blank(victim)) if name == SHARD else store.load_state(victim)
-                assert not marker.exists()
                 (victim / name).write_bytes(sound[name])
 
 
-def test_torch_files_of_others(marker: Path, tmp_path: Path) -> None:
+def test_torch_files_of_others(payloads: list[Any], tmp_path: Path) -> None:
     path = tmp_path / "model.ckpt"
-    for payload in payloads(marker):
+    for payload in payloads:
         for as_zip in (True, False):
             for content in (payload, {"state_dict": {"weight": torch.ones(2)}, "hyper_parameters": payload}):
                 torch.save(content, path, _use_new_zipfile_serialization=as_zip)
                 with pytest.raises(CheckpointError, match="nothing of it was run" if as_zip else "mmap"):
                     importing.read_torch(path)
-                assert not marker.exists()
-
-
-HEADERS: dict[str, Callable[[bytes], bytes]] = {
-    "endless": lambda data: struct.pack("<Q", 2**63) + data[8:],
-    "no JSON": lambda data: data[:8] + b"x" * (len(data) - 8),
-    "far away": lambda data: _header({"a": {"dtype": "F32", "shape": [4], "data_offsets": [1 << 40, (1 << 40) + 16]}}),
-    "overflow": lambda data: _header({"a": {"dtype": "F32", "shape": [2**62, 2**62], "data_offsets": [0, 16]}}),
-    "nested": lambda data: struct.pack("<Q", 1 << 16) + b"[" * (1 << 16),
-    "empty": lambda data: b"",
-}
-
-
-def _header(header: dict[str, Any]) -> bytes:
-    text = json.dumps(header).encode()
-    return struct.pack("<Q", len(text)) + text + bytes(16)
 
 
 def test_safetensors_headers(victim: Path) -> None:
+    """Endless, no JSON, far away, overflowing, nested, and none at all."""
+
+    def place(shape: list[int], *offsets: int) -> bytes:
+        text = json.dumps({"a": {"dtype": "F32", "shape": shape, "data_offsets": offsets}}).encode()
+        return struct.pack("<Q", len(text)) + text + bytes(16)
+
     path = victim / SHARD
     sound = path.read_bytes()
-    for harm in HEADERS.values():
-        path.write_bytes(harm(sound))
+    for data in (
+        struct.pack("<Q", 2**63) + sound[8:],
+        sound[:8] + b"x" * (len(sound) - 8),
+        place([4], 1 << 40, (1 << 40) + 16),
+        place([2**62, 2**62], 0, 16),
+        struct.pack("<Q", 1 << 16) + b"[" * (1 << 16),
+        b"",
+    ):
+        path.write_bytes(data)
         seal(victim)
         store.verify_files(victim)
         with pytest.raises(CheckpointError):

@@ -125,10 +125,12 @@ class StageFile:
 
 
 def hurt(how: str, event: Event | None = None) -> None:
-    """``raise`` an I/O error, ``kill`` this process, ``kill_all`` of the job, or ``stop`` this process."""
+    """``raise`` an I/O error, or ``error`` another one; ``kill`` or ``stop`` this process, ``kill_all`` of the job."""
     if how == "raise":
         has_name = event is not None and event.kind not in ("write", "sync")  # as errors of the kernel do or do not
         raise OSError(errno.EIO, "made to fail", *([event.path] if event is not None and has_name else []))
+    if how == "error":
+        raise RuntimeError("made to fail")
     if how == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif how == "kill_all":

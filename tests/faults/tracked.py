@@ -6,6 +6,7 @@ import os
 import random
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,18 @@ ENDLESS = 100_000
 SURVIVED: Counter[str] = Counter()
 """How often so far, by injection; what is not survived fails its test. `make chaos` prints it."""
 COLLECTIVE_TIMEOUT = 30.0  # seconds; a busy machine may need ten between two ranks
+
+
+def attempts(log: Path) -> list[tuple[int, dict[int, str]]]:
+    """Of each attempt the step it began at and the losses of its steps as written, bit for bit."""
+    found: list[tuple[int, dict[int, str]]] = []
+    for line in log.read_text().splitlines(keepends=True) if log.exists() else []:
+        first, second = line.split()
+        if first == "start":
+            found.append((int(second), {}))
+        elif line.endswith("\n"):
+            found[-1][1][int(first)] = second
+    return found
 
 
 class TrackedRun:
@@ -50,27 +63,20 @@ class TrackedRun:
         """The newest visible step; 0 if there is none."""
         return max(self.steps(), default=0)
 
-    def wait_for_step(self, step: int, job: Job, seconds: float = 90) -> float:
-        """Until a checkpoint of ``step`` or later is visible; the time of that moment."""
+    def wait_for(self, count: Callable[[], int], number: int, job: Job, seconds: float = 90) -> float:
+        """Until there are so many; the time of that moment."""
         deadline = time.monotonic() + seconds
-        while self.newest() < step:
-            assert time.monotonic() < deadline, f"no step {step} after {seconds} s: {job.output(0)}"
+        while count() < number:
+            assert time.monotonic() < deadline, f"no {number} after {seconds} s: {job.output(0)}"
             time.sleep(0.002)
         return time.monotonic()
-
-    def wait_for_attempt(self, number: int, job: Job, seconds: float = 90) -> None:
-        """Until the ``number``-th attempt trains."""
-        deadline = time.monotonic() + seconds
-        while len(self.attempts()) < number:
-            assert time.monotonic() < deadline, f"no training after {seconds} s: {job.output(0)}"
-            time.sleep(0.002)
 
     def kill_at_random(self, rng: random.Random) -> Job:
         """Start, let one more step be saved, kill within the time the next one takes."""
         job = self.start()
-        first = self.wait_for_step(self.newest() + 1, job)
+        first = self.wait_for(self.newest, self.newest() + 1, job)
         if not self.save_seconds:
-            self.save_seconds = self.wait_for_step(self.newest() + 1, job) - first
+            self.save_seconds = self.wait_for(self.newest, self.newest() + 1, job) - first
         time.sleep(rng.uniform(0, self.save_seconds))
         job.kill()
         return job
@@ -79,42 +85,33 @@ class TrackedRun:
         """What rank 0 was doing when it was last heard of."""
         return self.log.with_suffix(".stage-0").read_text().strip()
 
-    def attempts(self) -> list[tuple[int, dict[int, str]]]:
-        """Of each attempt the step it began at and the losses of its steps as written, bit for bit."""
-        found: list[tuple[int, dict[int, str]]] = []
-        for line in self.log.read_text().splitlines(keepends=True) if self.log.exists() else []:
-            first, second = line.split()
-            if first == "start":
-                found.append((int(second), {}))
-            elif line.endswith("\n"):
-                found[-1][1][int(first)] = second
-        return found
-
     def check(self, may_lose: int = 1) -> None:
         """Every visible checkpoint is whole, and the newest is at most ``may_lose`` steps behind what was done."""
         found = survey(self.run / "checkpoints")
         for entry in found:
             verify_files(entry.path)
         assert [entry.step for entry in found] == self.steps()
-        begun, losses = self.attempts()[-1]
+        begun, losses = attempts(self.log)[-1]
         done = max(losses, default=begun)
         assert done - found[-1].step <= may_lose, f"step {done} was done, {found[-1].step} is the newest checkpoint"
 
     def check_resumed_from(self, step: int) -> None:
         """The last attempt went on from ``step``."""
-        assert self.attempts()[-1][0] == step
+        assert attempts(self.log)[-1][0] == step
 
     def finish(self, timeout: float = 240) -> None:
         """Two more steps than ever without harm, then compare with a run that nobody interrupted."""
         newest = self.newest()
-        last = max(newest, *(max(losses, default=0) for _, losses in self.attempts())) + 2
+        last = max(newest, *(max(losses, default=0) for _, losses in attempts(self.log))) + 2
         (first, other) = self._to_the_end(self.start(last), timeout)
         self.check_resumed_from(newest)
-        whole = TrackedRun(self.model, self.folder / "uninterrupted", **{**self.job, "checkpoint": None})
-        whole.job["checkpoint"] = {"every_steps": None}
+        whole = TrackedRun(
+            self.model, self.folder / "uninterrupted", **{**self.job, "checkpoint": {"every_steps": None}}
+        )
         assert self._to_the_end(whole.start(last), timeout) == [first, other], "not the state of the uninterrupted run"
-        ((_, wanted),) = whole.attempts()
-        for _, losses in self.attempts():
+        ((_, wanted),) = attempts(whole.log)
+        assert not list((self.run / "checkpoints").glob(".*")), "not swept"
+        for _, losses in attempts(self.log):
             assert {step: wanted[step] for step in losses} == losses
 
     @staticmethod

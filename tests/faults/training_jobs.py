@@ -10,8 +10,8 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import LambdaCallback
 
 from lit_fsdp import Checkpoint
 from lit_fsdp.callbacks.stop import StopOnSignal, StopRequested
@@ -50,19 +50,6 @@ class StepLog(Callback):
                     file.write(f"{self.seen} {float(trainer.callback_metrics['train_loss'])!r}\n")
 
 
-class AtStep(Callback):
-    """Does harm (``error``, or as for :func:`hurt`) on one rank in the middle of the step after ``step``."""
-
-    def __init__(self, rank: int, step: int, how: str) -> None:
-        self.rank, self.step, self.how = rank, step, how
-
-    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
-        if trainer.global_rank == self.rank and trainer.global_step == self.step:
-            if self.how == "error":
-                raise RuntimeError("made to fail")
-            hurt(self.how)
-
-
 def watch(run: str, stage: StageFile, fault: dict[str, Any] | None) -> None:
     """Note the stage of every save; with ``fault``, do harm at the ``nth`` change in ``stage`` of ``step`` or later."""
     seen = 0
@@ -93,12 +80,19 @@ def train_tracked(
     hears_signals: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
-    """Train up to ``steps``, from the newest checkpoint if there is one; steps and losses go to ``log``."""
+    """Train up to ``steps``, from the newest checkpoint if there is one; steps and losses go to ``log``.
+
+    ``in_step`` is harm on one rank in the middle of the step after ``step``.
+    """
     stage = StageFile(Path(log).with_suffix(f".stage-{os.environ['RANK']}"))
     stage.put("training")
     watch(run, stage, in_save)
-    callbacks: list[Callback] = [StepLog(Path(log), stage)]
-    callbacks += [AtStep(**in_step)] if in_step else []
+
+    def harm(trainer: Trainer, *rest: Any) -> None:
+        if in_step and (trainer.global_rank, trainer.global_step) == (in_step["rank"], in_step["step"]):
+            hurt(in_step["how"])
+
+    callbacks: list[Callback] = [StepLog(Path(log), stage), LambdaCallback(on_before_backward=harm)]
     if hears_signals:
         flags = SignalFlags()
         flags.install()

@@ -1,27 +1,19 @@
-"""Folders that appear whole, in no place but their own."""
+"""Folders that appear in no place but their own; a file system that can do less than others."""
 
 from __future__ import annotations
 
 import errno
+import fcntl
+import logging
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lit_fsdp.checkpoint import files as disk
+from lit_fsdp.checkpoint.run_lock import RunLock
 from lit_fsdp.errors import CheckpointError
-
-
-def test_a_folder_made_again_clears_away_what_is_left_of_it(tmp_path: Path):
-    """And nothing else: another folder in the making beside it may belong to a process that lives."""
-    dead = [tmp_path / ".step-1.tmp-0123456789abcdef", tmp_path / ".step-1.removed-0123456789abcdef"]
-    others = [tmp_path / name for name in (".tmp-x", ".step-1.tmp-short", "step-1", ".step-2.tmp-0123456789abcdef")]
-    for path in dead + others:
-        (path / "sub").mkdir(parents=True)
-    (tmp_path / "step-1" / "manifest.json").touch()
-    draft = disk.stage(tmp_path / "step-1")
-    assert not any(path.exists() for path in dead)
-    assert all(path.is_dir() for path in [*others, draft])
 
 
 def test_only_checkpoints_files_and_links_give_their_place_up(tmp_path: Path):
@@ -50,3 +42,13 @@ def test_an_old_one_that_cannot_get_its_name_back_is_named(tmp_path: Path, monke
     monkeypatch.setattr(os, "rename", refused)
     with pytest.raises(CheckpointError, match=r"/step-1: Read-only file system"):
         disk.restore(tmp_path / "step-1")
+
+
+def test_without_locks_a_warning_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any):
+    def unsupported(handle: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    with caplog.at_level(logging.WARNING):
+        RunLock(tmp_path).release()
+    assert "nothing keeps a second job out of this run folder" in caplog.text

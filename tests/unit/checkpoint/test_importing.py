@@ -108,11 +108,6 @@ def test_tied_weights_that_differ_are_refused(run: Run, tmp_path: Path) -> None:
         run(source)
 
 
-def sharded(folder: Path, **state: Any) -> Path:
-    dcp.save(state, checkpoint_id=folder, no_dist=True)
-    return folder
-
-
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_what_is_no_source(run: Run, tmp_path: Path) -> None:
     empty, lone, cut, garbage = (tmp_path / name for name in ("empty", "hf", "cut.ckpt", "model.safetensors"))
@@ -121,7 +116,8 @@ def test_what_is_no_source(run: Run, tmp_path: Path) -> None:
     save_file(WEIGHTS, lone / "model.safetensors")
     cut.write_bytes(lightning_file(tmp_path / "good.ckpt").read_bytes()[:-500])
     garbage.write_bytes((1 << 40).to_bytes(8, "little") + b"{not json")
-    shards = sharded(tmp_path / "shards", state_dict=WEIGHTS)
+    shards = tmp_path / "shards"
+    dcp.save({"state_dict": WEIGHTS}, checkpoint_id=shards, no_dist=True)
     torch.save({"global_step": 1}, shards / "meta.pt")
     assert "step 1, " in run(shards)
     (shards / "__0_0.distcp").write_bytes((shards / "__0_0.distcp").read_bytes()[:-100])

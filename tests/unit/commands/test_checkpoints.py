@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -72,9 +73,12 @@ def test_damage_is_named_file_by_file(run: Callable[..., Path], capsys: Out):
 
 
 def test_one_checkpoint_and_its_sha256(run: Callable[..., Path], capsys: Out):
+    """As coreutils compute it."""
     folder = run(1)
     assert commands.run(["ckpt", "verify", "--sha256", str(folder)]) == 0
-    assert len(capsys.readouterr().out.splitlines()[1].split()[-1]) == 64
+    command = "find . -type f ! -name manifest.json -printf '%P\\n' | LC_ALL=C sort | xargs sha256sum | sha256sum"
+    done = subprocess.run(command, shell=True, cwd=folder, capture_output=True, text=True, check=True)
+    assert capsys.readouterr().out.splitlines()[1].split()[-1] == done.stdout.split()[0]
 
 
 def test_the_best_by_the_runs_own_recipe(run: Callable[..., Path], capsys: Out):
