@@ -7,6 +7,7 @@ import gzip
 import importlib.util
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -90,11 +91,6 @@ def small() -> PreTrainedTokenizerFast:
 
 
 @pytest.fixture(scope="session")
-def sentencepiece() -> PreTrainedTokenizerFast:
-    return metaspace_tokenizer()
-
-
-@pytest.fixture(scope="session")
 def mistral() -> PreTrainedTokenizerFast:
     return shipped.mistral_v3()
 
@@ -134,3 +130,23 @@ def smollm2() -> PreTrainedTokenizerFast:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **ends, clean_up_tokenization_spaces=False)
     tokenizer.chat_template = fields["tokenizer.chat_template"].contents()
     return tokenizer
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A data set on the hub with its commits, the last of which has no name; and what is asked for."""
+    import datasets
+
+    hub = SimpleNamespace(asked=[], commits={None: "a" * 40, "old": "b" * 40})
+
+    def builder(name: str, configuration: str | None, revision: str | None) -> Any:
+        return SimpleNamespace(hash=hub.commits.get(revision, revision))
+
+    def load(path: str, name: str | None, split: str, revision: str, streaming: bool) -> Any:
+        hub.asked.append((path, name, split, revision[0]))
+        loaded = datasets.Dataset.from_list([{"text": f"{i} abc"} for i in range(40)])
+        return loaded.to_iterable_dataset(num_shards=2) if streaming else loaded
+
+    monkeypatch.setattr(datasets, "load_dataset_builder", builder)
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    return hub
