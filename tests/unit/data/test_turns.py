@@ -14,8 +14,7 @@ from lit_fsdp.config.data import DataConfig
 from lit_fsdp.data.masks import SpanEncoder
 from lit_fsdp.errors import DataError
 from tests.unit.data.conftest import byte_level_tokenizer, encoder_of, metaspace_tokenizer
-from tests.unit.data.conversations import encode, say, shown, supervised
-from tests.unit.data.families import unmarked
+from tests.unit.data.conversations import encode, say, shown, supervised, unmarked
 
 CALL = {"type": "function", "id": "c1", "function": {"name": "look", "arguments": {"city": "Oslo"}}}
 ASKED = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
