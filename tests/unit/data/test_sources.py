@@ -184,6 +184,8 @@ def test_a_digest_is_of_content_and_kind(tmp_path: Path):
     names = {"a.jsonl": content, "copy.jsonl": content, "a.ndjson": content, "more.jsonl": content + "\n"}
     digests = [find_sources(str(_write(tmp_path / name, text)))[0].digest(tmp_path) for name, text in names.items()]
     assert [digests.index(digest) for digest in digests] == [0, 0, 2, 3]
+    ends = (_write(tmp_path / "long.jsonl", "a" * 2**18 + end) for end in "bc")
+    assert len({find_sources(str(path))[0].digest(None) for path in ends}) == 2
     datasets.Dataset.from_list(ROWS).save_to_disk(str(tmp_path / "saved"))
     saved = [find_sources(str(tmp_path / "saved"))[0].digest(tmp_path)]
     arrow = next((tmp_path / "saved").glob("*.arrow"))
