@@ -12,24 +12,21 @@ from lit_fsdp.checkpoint.manifest import read_manifest
 from lit_fsdp.checkpoint.run_folder import checkpoints
 from lit_fsdp.data.generated import generated_rows
 from tests.dist.forks import RankError, on_ranks
+from tests.unit.data.conftest import write_rows
 
 STEPS, CUT = 10, 4
 
 
-def _job(folder: Path, model: Path, **data: Any) -> dict[str, Any]:
+@pytest.mark.parametrize("data", [{"packing": True, "global_batch_size": 4}, {"num_workers": 2}], ids=["packs", "rows"])
+def test_resumed_inside_a_window(tiny_model: Path, tmp_path: Path, data: dict[str, Any]) -> None:
     """Two files with weights; eight rows to a global batch, so that windows of 21 rows end inside one."""
     sources = []
     for name, count, weight in (("a", 31, 2.0), ("b", 22, 1.0)):
-        path = folder / f"{name}.jsonl"
-        path.write_text("".join(json.dumps(row) + "\n" for row in generated_rows(count, len(name))))
-        sources.append({"source": str(path), "weight": weight})
+        path = write_rows(tmp_path / f"{name}.jsonl", generated_rows(count, 1))
+        sources.append({"source": path, "weight": weight})
     data = {"train": sources, "streaming": True, "shuffle_window": 21, "max_seq_length": 64, **data}
-    return {"folder": model, "steps": STEPS, "micro": 2, "strategy": {"engine": "fsdp2"}, "kind": "ours", "data": data}
-
-
-@pytest.mark.parametrize("data", [{"packing": True, "global_batch_size": 4}, {"num_workers": 2}], ids=["packs", "rows"])
-def test_resumed_inside_a_window(tiny_model: Path, tmp_path: Path, data: dict[str, Any]) -> None:
-    job = _job(tmp_path, tiny_model, **data)
+    job = {"folder": tiny_model, "steps": STEPS, "micro": 2, "strategy": {"engine": "fsdp2"}, "kind": "ours"}
+    job["data"] = data
     (whole, _) = on_ranks("elastic_run", 2, run=tmp_path / "whole", save_at=[CUT], **job)
     assert len(whole["losses"]) == STEPS
     saved = checkpoints(tmp_path / "whole")[0].path

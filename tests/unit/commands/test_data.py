@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from lit_fsdp import CausalLMDataModule, commands
 from lit_fsdp.data import cache
-from lit_fsdp.errors import ConfigError
+from lit_fsdp.errors import ConfigError, DataError
 from lit_fsdp.models.tokenizers import miniature_tokenizer
 from tests.unit.data.conversations import say
 
@@ -38,28 +37,22 @@ def inspect(*words: str) -> int:
 
 
 def test_what_is_shown_is_what_is_trained_on(capsys: Out, monkeypatch: pytest.MonkeyPatch):
-    train = write("t.jsonl", ("u:a", "a:b"), ("u:dropped",), ("u:c", "a:d"))
+    train = write("t.jsonl", ("u:a", "a:b"), ("u:dropped",), ("u:c", "a:d"), ("u:" + "q" * 100, "a:z"))
     assert inspect("--data.train", train, "--data.val", train, "--data.packing", "true", "--json") == 0
     record = json.loads(capsys.readouterr().out)
     monkeypatch.setattr(cache, "encode_rows", lambda *_: pytest.fail("tokenized again"))
     module = CausalLMDataModule(train=train, val=train, packing=True, max_seq_length=64)
     module.attach(miniature_tokenizer(), 0)
     rows = module.prepare(["train", "val"])["train"].rows
-    assert record["data"]["splits"]["val"]["from"] == str(rows.folder)
+    split = record["data"]["splits"]["val"]
+    assert (split["from"], split["rows_read"], split["samples"]) == (str(rows.folder), 4, 2)
+    assert split["dropped"] == {"without a supervised token": 1, "cut before the assistant's turn": 1}
+    assert split["supervised_share"] == split["supervised_tokens"] / split["tokens"]
     for index, sample in enumerate(record["samples"]):
         ids, supervised = rows.row(index)
         assert (sample["input_ids"], sample["supervised"]) == (ids.tolist(), supervised.tolist())
         assert "".join(text for text, is_marked, _ in sample["pieces"] if is_marked) == "bd"[index] + "<|im_end|>"
         assert "".join(text for text, *_ in sample["pieces"]) == miniature_tokenizer().decode(ids)
-
-
-def test_marks_stand_where_there_is_no_color(capsys: Out):
-    assert inspect("--data.train", write("t.jsonl", ("u:a q", "a:b\nc"), ("u:only asked",))) == 0
-    out = capsys.readouterr().out
-    assert "<|im_start|>user\na q<|im_end|>\n<|im_start|>assistant\n⟦b\nc<|im_end|>⟧" in out
-    said = " ".join(out.replace("\n", " ").split())
-    assert "loss on assistant turns (all), samples of at most 64 tokens, padded, 1 to a micro-batch" in said
-    assert "1 without a supervised token" in said
 
 
 def test_nothing_of_a_row_reaches_the_terminal_raw(capsys: Out):
@@ -94,9 +87,19 @@ def test_a_picture():
 
 
 def test_a_stream_is_seen_by_its_first_rows(capsys: Out):
-    train: Any = write("t.jsonl", *((f"u:{i}", "a:x") for i in range(9)))
-    words = ["--data.train", train, "--data.streaming", "true", "--data.shuffle_window", "4", "--n", "2"]
-    assert inspect(*words, "--json") == 0
-    record = json.loads(capsys.readouterr().out)
-    split = record["data"]["splits"]["train"]
-    assert (split["from"], split["rows_read"], len(record["samples"])) == ("the first 4 rows of a stream", 4, 2)
+    """By the same numbers as of rows that are tokenized as a whole."""
+    rows = [(f"u:{i}", "a:" + "x" * i) for i in range(9)]
+    first, train = write("first.jsonl", *rows[:4]), write("t.jsonl", *rows)
+    splits = []
+    for words in ((first,), (train, "--data.streaming", "true", "--data.shuffle_window", "4")):
+        assert inspect("--data.train", *words, "--n", "2", "--json") == 0
+        record = json.loads(capsys.readouterr().out)
+        assert len(record["samples"]) == 2
+        splits.append(record["data"]["splits"]["train"])
+    assert (splits[1].pop("from"), splits[1].pop("sources")[0]["format"]) == (
+        "the first 4 rows of a stream",
+        "messages",
+    )
+    assert {name: splits[0][name] for name in splits[1]} == splits[1]
+    with pytest.raises(DataError, match="the first 1 rows of a stream: no token of any row is supervised"):
+        inspect("--data.train", write("t.jsonl", ("u:only asked",)), "--data.streaming", "true")

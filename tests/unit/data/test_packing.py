@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -35,9 +34,6 @@ def test_real_samples_fill_their_packs():
         assert all((np.diff(members[a:b]) > 0).all() for a, b in pairwise(offsets.tolist()))
 
 
-# -- items of a split
-
-
 def _write(path: Path, numbers: Any, **more: Any) -> str:
     rows = ({"messages": say(f"u:u{n}", "a:" + "x" * (1 + n % 13)), **more} for n in numbers)
     path.write_text("\n".join(map(json.dumps, rows)))
@@ -49,54 +45,14 @@ def source(tmp_path: Path) -> Path:
     return Path(_write(tmp_path / "rows.jsonl", range(100)))
 
 
-def _prepare(tokenizer: Any, source: Path, **options: Any) -> Any:
-    names = {"train": str(source), "cache_dir": str(source.parent / "cache"), "max_seq_length": 32}
-    config = DataConfig(**{**names, **options})
-    return prepare_samples(config, ("train", "val", "predict"), encoder_of(tokenizer, config, TEMPLATE))
-
-
 def _contents(samples: Samples) -> set[bytes]:
     return {samples.rows.row(int(row))[0].tobytes() for row in samples.row_ids}
 
 
-def test_packs_of_each_split_alone(small: Any, source: Path):
-    found = _prepare(small, source, packing=True, val_split=20, predict=str(source))
-    for split in ("train", "val"):
-        samples = found[split]
-        assert samples.capacity == 32
-        members = [samples.members(item).tolist() for item in range(len(samples))]
-        assert all(0 < samples.rows.lengths[part].sum() <= 32 for part in members)
-        assert len(samples) < len(samples.row_ids) == len({row for part in members for row in part})
-    assert not _contents(found["train"]) & _contents(found["val"])
-    assert (found["predict"].capacity, len(found["predict"])) == (None, 100)
-
-
-def test_rows_held_out(small: Any, source: Path):
-    """As many as asked for, none on both sides, and the same ones wherever they stand in the file."""
-    for val_split, least, most in [(7, 7, 7), (1, 1, 1), (99, 99, 99), (0.3, 15, 45)]:
-        _write(source, range(100))
-        found = _prepare(small, source, val_split=val_split)
-        held_out = _contents(found["val"])
-        assert least <= len(found["val"]) <= most
-        assert len(found["train"]) + len(found["val"]) == 100
-        assert not held_out & _contents(found["train"])
-        _write(source, reversed(range(100)), id=7)
-        assert _contents(_prepare(small, source, val_split=val_split)["val"]) == held_out
-
-
-def test_copies_and_pieces_are_on_one_side(small: Any, source: Path):
-    _write(source, [n % 20 for n in range(100)])
-    found = _prepare(small, source, val_split=30)
-    assert not _contents(found["val"]) & _contents(found["train"])
-    source.write_text("\n".join(json.dumps({"text": f"text {n} " * 20}) for n in range(20)))
-    found = _prepare(small, source, val_split=5)
-    numbers = {split: set(samples.rows.numbers[samples.row_ids].tolist()) for split, samples in found.items()}
-    assert (len(numbers["val"]), len(numbers["train"])) == (5, 15)
-    assert not numbers["val"] & numbers["train"]
-    assert len(found["val"]) > 5
-    for val_split in (20, 1000, 1e-9, 1 - 1e-9):
-        with pytest.raises(DataError, match=r"takes \d+ of 20 rows\n  allowed: a share"):
-            _prepare(small, source, val_split=val_split)
+def _prepare(tokenizer: Any, source: Path, **options: Any) -> Any:
+    names = {"train": str(source), "cache_dir": str(source.parent / "cache"), "max_seq_length": 32}
+    config = DataConfig(**{**names, **options})
+    return prepare_samples(config, ("train", "val", "predict"), encoder_of(tokenizer, config, TEMPLATE))
 
 
 def test_the_order_is_another_one_with_another_split_or_packs(small: Any, source: Path):
@@ -113,26 +69,50 @@ def test_the_order_is_another_one_with_another_split_or_packs(small: Any, source
     assert _prepare(small, source, val_split=10)["train"].order_fingerprint == found[1]
 
 
-def _mix(source: Path, *numbers: range) -> list[SourceConfig]:
-    files = [_write(source.with_name(f"part{part}.jsonl"), rows) for part, rows in enumerate(numbers)]
-    return [SourceConfig(source=file, weight=part + 1.5) for part, file in enumerate(files)]
+def test_rows_held_out(small: Any, source: Path):
+    """As many as asked for, none on both sides, and the same ones wherever they stand in the file."""
+    for val_split, least, most in [(1, 1, 1), (99, 99, 99), (0.3, 15, 45)]:
+        _write(source, range(100))
+        found = _prepare(small, source, val_split=val_split)
+        held_out = _contents(found["val"])
+        assert least <= len(found["val"]) <= most
+        assert len(found["train"]) + len(found["val"]) == 100
+        assert not held_out & _contents(found["train"])
+        _write(source, reversed(range(100)), id=7)
+        assert _contents(_prepare(small, source, val_split=val_split)["val"]) == held_out
+    _write(source, [n % 20 for n in range(100)])  # copies, then pieces of long texts
+    found = _prepare(small, source, val_split=30)
+    assert not _contents(found["val"]) & _contents(found["train"])
+    source.write_text("\n".join(json.dumps({"text": f"text {n} " * 20}) for n in range(20)))
+    found = _prepare(small, source, val_split=5)
+    numbers = {split: set(samples.rows.numbers[samples.row_ids].tolist()) for split, samples in found.items()}
+    assert (len(numbers["val"] - numbers["train"]), len(numbers["train"])) == (5, 15)
+    for val_split in (20, 1e-9):
+        with pytest.raises(DataError, match=r"takes \d+ of 20 rows\n  allowed: a share"):
+            _prepare(small, source, val_split=val_split)
 
 
-def test_packs_of_a_mix_have_rows_of_one_source(small: Any, source: Path):
+def test_packs_have_every_row_of_one_split_and_source(small: Any, source: Path):
     parts = (range(60), range(60, 80), range(80, 130))
-    for options in ({}, {"packing": True}, {"packing": True, "val_split": 0.2}):
-        samples = _prepare(small, source, train=_mix(source, *parts), **options)["train"]
-        assert samples.weights == (1.5, 2.5, 3.5)
-        source_of = np.repeat(np.arange(3), samples.groups).tolist()
-        for item in range(len(samples)):
-            assert set(samples.members(item).tolist()) <= set(parts[source_of[item]])
+    files = [_write(source.with_name(f"part{part}.jsonl"), rows) for part, rows in enumerate(parts)]
+    mix = [SourceConfig(source=file, weight=part + 1.5) for part, file in enumerate(files)]
+    found = _prepare(small, source, train=mix, packing=True, val_split=0.2, predict=str(source))
+    for split in ("train", "val"):
+        samples = found[split]
+        members = [samples.members(item).tolist() for item in range(len(samples))]
+        assert all(0 < samples.rows.lengths[part].sum() <= 32 for part in members)
+        assert len(samples) < len(samples.row_ids) == len({row for part in members for row in part})
+    samples = found["train"]
+    assert samples.weights == (1.5, 2.5, 3.5)
+    source_of = np.repeat(np.arange(3), samples.groups).tolist()
+    for item in range(len(samples)):
+        assert set(samples.members(item).tolist()) <= set(parts[source_of[item]])
+    assert (found["predict"].capacity, len(found["predict"])) == (None, 100)
 
 
 def test_weights_that_cannot_count_are_refused_before_training(small: Any, source: Path):
-    first, second = _mix(source, range(20), range(20, 40))
+    first, second = (_write(source.with_name(f"{n}.jsonl"), range(n, n + 20)) for n in (0, 20))
     with pytest.raises(ConfigError, match=r"weights \(1000000\.0, 1\.0\) for sources of \[20, 20\] samples\n"):
-        _prepare(small, source, train=[replace(first, weight=1e6), replace(second, weight=1.0)])
-    with pytest.raises(ConfigError, match=r"for sources of \[(0, 1|\d+, 0)\] samples"):
-        _prepare(small, source, train=_mix(source, range(60), range(200, 201)), val_split=60)
+        _prepare(small, source, train=[SourceConfig(source=first, weight=1e6), SourceConfig(source=second, weight=1.0)])
     with pytest.raises(ConfigError, match=r"^val: got a source with a weight\n  allowed: none"):
         DataConfig(val=[SourceConfig(source="a.jsonl", weight=1.0)])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -12,12 +11,11 @@ import pytest
 
 from lit_fsdp import CausalLMDataModule
 from lit_fsdp.config.data import DataConfig
-from lit_fsdp.data.batches import SampleBatches
-from lit_fsdp.data.encode import CUT
+from lit_fsdp.data.encode import CUT, EncodedRow
 from lit_fsdp.data.packing import prepare_samples
 from lit_fsdp.data.stream import SampleStream
 from lit_fsdp.errors import ConfigError, DataError
-from tests.unit.data.conftest import byte_level_tokenizer, encoder_of
+from tests.unit.data.conftest import byte_level_tokenizer, encoder_of, write_rows
 from tests.unit.data.test_encode import CHATML, _encode, _shown
 
 HI, YO, NO = (
@@ -35,17 +33,12 @@ def test_masks_of_both_completions_written_out():
         ({"prompt": "hi", "chosen": [HI, YO], "rejected": [HI, NO]}, CHATML, [chat.format("Y O"), chat.format("N O")]),
     ]:
         tokenizer = None if template is None else byte_level_tokenizer()
-        found = _encode(row, "preference", tokenizer, template).samples
-        assert [_shown(sample) for sample in found] == wanted, row
-
-
-def test_a_pair_is_cut_or_dropped_as_a_whole():
+        samples = _encode(row, "preference", tokenizer, template).samples
+        assert [_shown(sample) for sample in samples] == wanted, row
     row = {"prompt": "ab", "chosen": "cd", "rejected": "efghij"}
     found = _encode(row, "preference", max_seq_length=6)
-    assert found.truncated
-    assert [len(sample.input_ids) for sample in found.samples] == [6, 6]
-    found = _encode(row, "preference", max_seq_length=3)
-    assert (found.samples, found.dropped) == ([], CUT)
+    assert (found.truncated, [len(sample.input_ids) for sample in found.samples]) == (True, [6, 6])
+    assert _encode(row, "preference", max_seq_length=3) == EncodedRow([], True, CUT)
 
 
 def test_bad_rows_are_named_in_one_sentence():
@@ -63,41 +56,23 @@ def test_bad_rows_are_named_in_one_sentence():
         _encode({"prompt": "a", "chosen": "b", "rejected": "c"}, "preference", train_on_prompt=True)
 
 
-def _rows(folder: Path, count: int = 9) -> str:
-    path = folder / "rows.jsonl"
-    rows = [{"prompt": f"{i}: ", "chosen": "y" * (i % 3 + 1), "rejected": "n" * (i % 4 + 1)} for i in range(count)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
+@pytest.fixture
+def given(tmp_path: Path) -> dict[str, Any]:
+    """Nine rows, three to a global batch."""
+    pairs = [{"prompt": f"{i}: ", "chosen": "y" * (i % 3 + 1), "rejected": "n" * (i % 4 + 1)} for i in range(9)]
+    train = write_rows(tmp_path / "rows.jsonl", pairs)
+    return {"train": train, "cache_dir": str(tmp_path / "cache"), "global_batch_size": 3}
 
 
-def _config(folder: Path, **options: Any) -> DataConfig:
-    return DataConfig(**{"train": _rows(folder), "cache_dir": str(folder / "cache"), "global_batch_size": 3, **options})
-
-
-def test_a_batch_has_the_chosen_first_and_counts_pairs(tmp_path: Path):
-    tokenizer, config = byte_level_tokenizer(), _config(tmp_path)
-    samples = prepare_samples(config, ["train"], encoder_of(tokenizer, config))["train"]
-    assert (len(samples), samples.pairs, len(samples.rows)) == (9, True, 18)
-    batch = SampleBatches(samples, 0)[[4, 7, -1]]
-    shown = [
-        tokenizer.decode(ids[mask.bool()])
-        for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)
-    ]
-    assert shown[:2] + shown[3:5] == ["4: yy</s>", "7: yy</s>", "4: n</s>", "7: nnnn</s>"]
-    assert batch["counts"].tolist()[1] == 2
-    assert (batch["labels"][[2, 5]] == -100).all()
-    assert batch["row"].tolist() == [4, 7, -1]
-
-
-def test_validation_takes_whole_pairs_and_a_stream_gives_the_same_pairs(tmp_path: Path):
+def test_validation_takes_whole_pairs_and_a_stream_gives_the_same_pairs(given: dict[str, Any]):
     tokenizer = byte_level_tokenizer()
-    config = _config(tmp_path, val_split=3)
+    config = DataConfig(**given, val_split=3)
     found = prepare_samples(config, ["train", "val"], encoder_of(tokenizer, config))
     assert [len(found[split]) for split in ("train", "val")] == [6, 3]
     for samples in found.values():
         numbers = samples.rows.numbers[samples.row_ids].reshape(-1, 2)
         assert np.array_equal(numbers[:, 0], numbers[:, 1])
-    config = _config(tmp_path, shuffle=False, streaming=True)
+    config = DataConfig(**given, shuffle=False, streaming=True)
     stream = SampleStream(config, encoder_of(tokenizer, config), 0)
     assert stream.pairs
     pairs = [item for items, _ in islice(stream.global_batches(), 3) for _, item in items]
@@ -105,21 +80,17 @@ def test_validation_takes_whole_pairs_and_a_stream_gives_the_same_pairs(tmp_path
     assert shown == [[f"{i}: {'y' * (i % 3 + 1)}</s>", f"{i}: {'n' * (i % 4 + 1)}</s>"] for i in range(9)]
 
 
-def test_what_cannot_be_mixed_packed_or_trained_on_is_refused(tmp_path: Path):
-    tokenizer = byte_level_tokenizer()
-    plain = tmp_path / "plain.jsonl"
-    plain.write_text('{"prompt": "a", "completion": "b"}\n')
-    both = [_rows(tmp_path), str(plain)]
+def test_what_cannot_be_mixed_packed_or_trained_on_is_refused(tmp_path: Path, given: dict[str, Any]):
+    plain = write_rows(tmp_path / "plain.jsonl", [{"prompt": "a", "completion": "b"}])
     for options, takes_pairs, error in [
-        ({"train": both}, None, "data.train: got sources of formats preference, prompt_completion"),
+        ({"train": [given["train"], plain]}, None, "data.train: got sources of formats preference, prompt_completion"),
         ({"packing": True}, None, "data.packing: got true"),
         ({}, False, "PreferenceModule"),
         ({"streaming": True}, False, "PreferenceModule"),
-        ({"train": str(plain)}, True, "plain.jsonl:1: chosen is NoneType"),
-        ({"train": [{"source": str(plain), "format": "prompt_completion"}]}, True, "one completion"),
+        ({"train": plain}, True, "plain.jsonl:1: chosen is NoneType"),
+        ({"train": [{"source": plain, "format": "prompt_completion"}]}, True, "one completion"),
     ]:
-        values = {"train": _rows(tmp_path), "cache_dir": str(tmp_path / "cache"), **options}
-        data = CausalLMDataModule(**values)
-        data.attach(tokenizer, 0, takes_pairs=takes_pairs)
+        data = CausalLMDataModule(**{**given, **options})
+        data.attach(byte_level_tokenizer(), 0, takes_pairs=takes_pairs)
         with pytest.raises((ConfigError, DataError), match=error):
             data.prepare(["train"])

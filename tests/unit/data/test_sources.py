@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -63,8 +62,7 @@ def test_what_a_row_says_is_not_changed(tmp_path: Path):
         {"messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": {"a": 1, "b": "y"}}]}]},
         {"messages": [{"role": "assistant", "tool_calls": [{"name": "g", "arguments": {"c": 1.5, "a": 2}}]}]},
     ]
-    for name in ("a.jsonl", "a.json"):
-        assert _rows(write_rows(tmp_path / name, rows)) == rows
+    assert _rows(write_rows(tmp_path / "a.jsonl", rows)) == rows
     assert _rows(_write(tmp_path / "one.json", json.dumps(rows[1], indent=1))) == rows[1:2]  # a row, and no messages
     assert _rows(write_rows(tmp_path / "a.parquet", rows[1:])) == rows[1:]  # without the keys that Arrow added
 
@@ -96,40 +94,24 @@ def test_a_broken_line_is_named_and_the_others_are_read(tmp_path: Path):
         assert (first[1], last, location) == (ROWS[0], (f"{path}:4", ROWS[0]), f"{path}:3")
         with pytest.raises(DataError, match=rf"^{path}:3: {message}"):
             raise error  # type: ignore[misc]
-
-
-def test_files_that_are_damaged(tmp_path: Path):
-    with pytest.raises(DataError, match=r"a\.csv: row 1: 3 cells for the 2 columns prompt, completion"):
-        raise _rows(_write(tmp_path / "a.csv", "prompt,completion\na,b\na,b,c\n"))[1]
-    for bad in ("a,b,c", "a"):  # in the first record too, where pandas would shift all columns
-        first, second = _rows(_write(tmp_path / "b.csv", f"prompt,completion\n{bad}\na,b\n"))
-        assert isinstance(first, DataError)
+    for line in ("a,b,c", "a"):  # in the first record too, where pandas would shift all columns
+        error, second = _rows(_write(tmp_path / "a.csv", f"prompt,completion\n{line}\na,b\n"))
         assert second == {"prompt": "a", "completion": "b"}
+        with pytest.raises(DataError, match=r"a\.csv: row 0: \d cells? for the 2 columns prompt, completion"):
+            raise error
     with pytest.raises(DataError, match=r"c\.csv: two columns of one name among a, b, a"):
         _read(_write(tmp_path / "c.csv", "a,b,a\n1,2,3\n"))
-
-
-# -- folders, names, patterns
-
-
-def _touch(folder: Path, *names: str) -> None:
-    for name in names:
-        _write(folder / name, json.dumps({"text": name}) + "\n")
-
-
-def _names(name: object) -> list[str]:
-    return [row["text"] for row in _rows(name)]
 
 
 def test_a_folder_is_divided_as_datasets_does_it(tmp_path: Path):
     import datasets
 
-    _touch(tmp_path / "plain", "b.jsonl", "a.jsonl")
-    assert _names(tmp_path / "plain") == _names(tmp_path / "plain" / "[ab].jsonl") == ["a.jsonl", "b.jsonl"]
     folder = tmp_path / "mine"
-    _touch(folder, "train-00001-of-00002.jsonl", "train-00000-of-00002.jsonl", "val.jsonl")
-    assert _names(folder) == _names(f"{folder}:train") == [f"train-0000{i}-of-00002.jsonl" for i in range(2)]
-    assert _names(f"{folder}:validation") == ["val.jsonl"]
+    train = [f"train-0000{i}-of-00002.jsonl" for i in range(2)]
+    for name in (*reversed(train), "val.jsonl"):
+        _write(folder / name, json.dumps({"text": name}) + "\n")
+    for words, names in (("", train), (":train", train), ("/train-*.jsonl", train), (":validation", ["val.jsonl"])):
+        assert [row["text"] for row in _rows(f"{folder}{words}")] == names
     with pytest.raises(DataError, match=r"no split 'test'\n  allowed: train, validation"):
         find_sources(f"{folder}:test")
     parts = {"train": ROWS[:1], "held_out": ROWS[:3]}
@@ -138,35 +120,21 @@ def test_a_folder_is_divided_as_datasets_does_it(tmp_path: Path):
     assert [len(_rows(f"{tmp_path}/saved{split}")) for split in ("", ":held_out")] == [1, 3]
 
 
-def test_names_on_the_hub_are_pinned_to_a_commit(monkeypatch: pytest.MonkeyPatch):
+def test_names_on_the_hub_are_pinned_to_a_commit(hub: Any, monkeypatch: pytest.MonkeyPatch):
     import datasets
 
-    asked: list[Any] = []
-    commits: dict[str | None, str] = {None: "a" * 40, "old": "b" * 40}
-
-    def builder(name: str, configuration: str | None, revision: str | None) -> Any:
-        return SimpleNamespace(hash=commits.get(revision, revision))
-
-    def load(path: str, name: str | None, split: str, revision: str, streaming: bool) -> Any:
-        asked.append((path, name, split, revision[0]))
-        loaded = datasets.Dataset.from_list([{"text": "a"}, {"text": "b"}])
-        return loaded.to_iterable_dataset(num_shards=2) if streaming else loaded
-
-    monkeypatch.setattr(datasets, "load_dataset_builder", builder)
-    monkeypatch.setattr(datasets, "load_dataset", load)
     many = "imdb:train[:10%](pct1_dropremainder)+test[-5:]"
     for name in ("gsm8k:main:train[5:]", "a/b:c:", many):
-        assert _rows(name) == [{"text": "a"}, {"text": "b"}]
-    assert asked == [
+        assert _rows(name)[:2] == [{"text": "0 abc"}, {"text": "1 abc"}]
+    assert hub.asked == [
         ("gsm8k", "main", "train[5:]", "a"),
         ("a/b", "c", "train", "a"),
         ("imdb", None, many.removeprefix("imdb:"), "a"),
     ]
     (old,) = find_sources([SourceConfig(source="imdb", revision="old")], streaming=True)
-    assert old.hub is not None
-    assert old.hub["revision"] == "b" * 40
-    assert [at for at, _ in old.read()] == [(0, 1), (1, 1)]  # shard and row
-    assert [source.parse(raw)[1] for source in [old] for _, raw in old.read(1, 0)] == [{"text": "b"}]
+    found = list(old.read())
+    assert list(old.read(*found[19][0])) == found[20:]
+    assert [old.parse(raw)[1] for _, raw in found] == _rows("imdb")
     assert old.digest(None) != find_sources("imdb", streaming=True)[0].digest(None)
     entries = pinned(["imdb", SourceConfig(source="gsm8k:main", revision="old", format="text"), "generated:3"])
     assert [(entry.format, entry.revision) for entry in entries] == [(None, "a" * 40), ("text", "b" * 40), (None, None)]
@@ -184,8 +152,6 @@ def test_names_that_are_not_there(tmp_path: Path):
     path = write_rows(tmp_path / "rows.jsonl", ROWS[:1])
     with pytest.raises(DataError, match=rf"^{path}x\.csv: no such file\n  fix:     check the path, relative to /"):
         find_sources(f"{path}x.csv")
-    with pytest.raises(DataError, match=r"\*\.csv: no such file"):
-        find_sources(str(tmp_path / "*.csv"))
     with pytest.raises(ConfigError, match="at least one source"):
         find_sources("")
     assert _rows("generated:7") == generated_rows(20)[:7]
@@ -202,7 +168,6 @@ def test_columns_and_formats(tmp_path: Path):
     assert _read(path, columns={"prompt": "q", "completion": "a"})[0][1] == {"prompt": "x", "completion": "y"}
     with pytest.raises(DataError, match=r"a\.jsonl: no column 'z', .*\n  allowed: \['a', 'q'\]"):
         _ = find_sources(str(path), DataConfig(columns={"prompt": "z"}))[0].row_format
-    assert find_sources(str(path), DataConfig(format="text"))[0].row_format == "text"
     entry = SourceConfig(source=str(path), format="sharegpt")
     assert find_sources([entry], DataConfig(format="text"))[0].row_format == "sharegpt"
     entry = SourceConfig(source=str(path), columns={"prompt": "a"})
@@ -210,9 +175,6 @@ def test_columns_and_formats(tmp_path: Path):
     assert row == {"prompt": "y", "q": "x"}
     with pytest.raises(ConfigError, match=r"columns\.chat: .*\n  allowed: .*\n  fix: .*\{messages: chat\}"):
         DataConfig(columns={"chat": "messages"})
-
-
-# -- digests
 
 
 def test_a_digest_is_of_content_and_kind(tmp_path: Path):
@@ -233,8 +195,7 @@ def test_a_digest_is_of_content_and_kind(tmp_path: Path):
 
 def test_bytes_are_hashed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Any number of ranks, at any number of starts; but a file that was written just now may be written again."""
-    path = tmp_path / "a.jsonl"
-    write_rows(path, ROWS)
+    path = Path(write_rows(tmp_path / "a.jsonl", ROWS))
     hashed: list[Any] = []
     real = hashlib.file_digest
     monkeypatch.setattr(hashlib, "file_digest", lambda *words: hashed.append(words) or real(*words))

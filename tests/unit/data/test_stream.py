@@ -9,7 +9,6 @@ import re
 import select
 import signal
 import time
-from collections import Counter
 from collections.abc import Iterator
 from itertools import chain, islice
 from pathlib import Path
@@ -58,8 +57,7 @@ def _global_batches(small: Any, count: int, start: Any = None, ranks: int = 1, m
     return together
 
 
-@pytest.mark.parametrize("packing", [False, True])
-@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize(("packing", "shuffle"), [(False, False), (False, True), (True, True)])
 def test_the_same_batches_on_any_number_of_ranks_and_from_any_position(
     small: Any, tmp_path: Path, packing: bool, shuffle: bool
 ):
@@ -85,16 +83,15 @@ def test_weights_are_shares_and_a_short_source_begins_again(small: Any, tmp_path
     windows = list(islice(stream.windows(), 8))
     epoch = [source for at, rows in windows if at["epoch"] == 0 for source, _ in rows]
     assert epoch[:8] == [0, 0, 0, 1, 0, 0, 0, 1]
-    counts = Counter(epoch)
-    assert counts[1] == 10
-    assert 30 <= counts[0] <= 33
+    assert epoch.count(1) == 10
+    assert 30 <= epoch.count(0) <= 33
     assert next(stream.windows(json.loads(json.dumps(windows[1][0])))) == windows[1]
     at, rows = next((at, rows) for at, rows in windows if at["epoch"] == 1)
     assert (at["window"], rows[0][1][0]) == (0, f"{tmp_path / 'a.jsonl'}:1")
 
 
 def test_all_ranks_meet_a_bad_row_at_the_same_step(small: Any, tmp_path: Path):
-    """Or one of them would raise while the others wait for it. A stream without anything to learn ends too."""
+    """Or one of them would raise while the others wait for it."""
     name = _file(tmp_path / "a.jsonl", 20)
     with open(name, "a") as file:
         file.write('{"prompt": 3, "completion": "x"}\nno JSON\n')
@@ -106,9 +103,6 @@ def test_all_ranks_meet_a_bad_row_at_the_same_step(small: Any, tmp_path: Path):
     with pytest.raises(DataError, match=r"^\S+a\.jsonl:21: "):  # in words, from a loader process too
         list(islice(_loader(small, train=name, num_workers=1), 30))
     assert multiprocessing.active_children() == []
-    (tmp_path / "b.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "q"}]}) + "\n")
-    with pytest.raises(DataError, match=r"b\.jsonl: no token of any row is supervised; dropped \d+ without"):
-        next(_loader(small, train=str(tmp_path / "b.jsonl")).stream.global_batches())
     kept = _global_batches(small, 5, train=name, on_bad_row="drop")
     assert sorted(chain(*(item for items, _ in kept for item in items))) == sorted(f"p{i}" for i in range(20))
 
@@ -116,7 +110,6 @@ def test_all_ranks_meet_a_bad_row_at_the_same_step(small: Any, tmp_path: Path):
 def test_loader_processes_change_nothing(small: Any, tmp_path: Path):
     name = _file(tmp_path / "a.jsonl", 30)
     alone = list(islice(_loader(small, train=name), 14))
-    assert [set(batch) for batch in alone] == [{"input_ids", "attention_mask", "labels", "row", "counts"}] * 14
     batches = iter(_loader(small, train=name, num_workers=3))
     assert [batch["input_ids"].tolist() for batch in islice(batches, 14)] == [b["input_ids"].tolist() for b in alone]
     assert len(multiprocessing.active_children()) == 1  # every other one would tokenize the same rows

@@ -14,8 +14,7 @@ from lit_fsdp.config.data import DataConfig
 from lit_fsdp.data.masks import SpanEncoder
 from lit_fsdp.errors import DataError
 from tests.unit.data.conftest import byte_level_tokenizer, encoder_of, metaspace_tokenizer
-from tests.unit.data.conversations import encode, say, shown, supervised
-from tests.unit.data.families import unmarked
+from tests.unit.data.conversations import encode, say, shown, supervised, unmarked
 
 CALL = {"type": "function", "id": "c1", "function": {"name": "look", "arguments": {"city": "Oslo"}}}
 ASKED = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -132,15 +131,6 @@ def _content_marked(header: str, end: str, last: str = "") -> str:
     )
 
 
-@pytest.fixture(scope="module")
-def tokens() -> Any:
-    """The small tokenizer with the tokens of these templates; that of a call ends no turn."""
-    tokenizer = byte_level_tokenizer()
-    tokenizer.add_tokens(["<|user|>", "<|assistant|>", "<|tool|>", "<|result|>", "<|done|>"], special_tokens=True)
-    tokenizer.add_tokens([AddedToken("</tool_call>", special=False, normalized=False)])
-    return tokenizer
-
-
 def test_turns_of_templates_of_every_temper(small: Any):
     look = '<tool_call>{"name": "look", "arguments": {"city": "Oslo"}}'
     empty = "<think>\n\n</think>\n\n"
@@ -160,8 +150,11 @@ def test_turns_of_templates_of_every_temper(small: Any):
         assert _both(small, template, messages) == wanted, (template, messages)
 
 
-def test_what_else_stands_in_a_turn(tokens: Any):
+def test_what_else_stands_in_a_turn():
     """Results of tools are never supervised, also inside of a turn; ends of earlier turns are, whatever they are."""
+    tokens = byte_level_tokenizer()
+    tokens.add_tokens(["<|user|>", "<|assistant|>", "<|tool|>", "<|result|>", "<|done|>"], special_tokens=True)
+    tokens.add_tokens([AddedToken("</tool_call>", special=False, normalized=False)])  # ends no turn
     call = '<tool_call>{"name": "look", "arguments": {"city": "Oslo"}}\n</tool_call>'
     content = _content_marked(HEADER, "<|im_end|>\n", ASKED)
     inside = '<tool_call>call:look{"city": "Oslo"}<|result|>'
@@ -228,21 +221,14 @@ def test_the_end_of_turn_behind_the_marks_is_supervised(small: Any):
         (HEADER, "<|im_end|></s>\n", "", "<|im_end|></s>"),
         ("", "</s>", "", "</s>"),
         (asks, answers, "", "<|im_end|>"),
+        (HEADER, "\n", ASKED, ""),  # what begins a turn of the assistant's is not supervised
+        (HEADER, "\n", "<|im_start|>assistant{{ '\n' }}", ""),
+        ("<s>{{ m.role }}\n", "", "<s>assistant{{ '\n' }}", ""),
     ]:
         template = _content_marked(header, end, last)
         for length, said in ((3, ["2"]), (4, ["2"]), (5, ["2", "4 "]), (6, ["2", "4 "])):
             assert _both(small, template, talk[:length]) == [text + wanted for text in said]
             assert _both(small, template, talk[:length], supervise="last") == [said[-1] + wanted]
-
-
-def test_what_begins_a_turn_of_the_assistants_is_not_supervised(small: Any):
-    for header, end, last in [
-        (HEADER, "\n", ASKED),
-        (HEADER, "\n", "<|im_start|>assistant{{ '\n' }}"),
-        ("<s>{{ m.role }}\n", "", "<s>assistant{{ '\n' }}"),
-        ("{{ '<s>' if m.role == 'user' }}", "", ""),
-    ]:
-        assert _both(small, _content_marked(header, end, last), say(*FOUR)) == ["2", "4"]
 
 
 def test_special_tokens_that_take_in_blanks():
@@ -297,16 +283,11 @@ def test_a_template_that_does_something_else_is_refused(small: Any):
             encode(small, template, messages)
 
 
-def _words(*words: str) -> Any:
-    """A tokenizer of whole words that begin with their blank."""
-    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate((*words, "?"))}, unk_token="?"))
+def test_a_word_goes_with_the_blank_before_it_and_a_part_of_one_is_refused():
+    backend = Tokenizer(models.WordLevel({"▁ab": 0, "▁c": 1, "?": 2}, unk_token="?"))
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
     backend.decoder = decoders.Metaspace(prepend_scheme="always")
-    return PreTrainedTokenizerFast(tokenizer_object=backend)
-
-
-def test_a_word_goes_with_the_blank_before_it_and_a_part_of_one_is_refused():
-    encoder = SpanEncoder(_words("▁ab", "▁c"))
+    encoder = SpanEncoder(PreTrainedTokenizerFast(tokenizer_object=backend))
     ((ids, mask),) = encoder.encode(["c ab c"], [[(2, 4)]], ["x"])
     assert (ids, mask.tolist()) == ([1, 0, 1], [False, True, False])
     for span in ((2, 3), (3, 4), (3, 5)):

