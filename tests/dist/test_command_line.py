@@ -45,24 +45,6 @@ def smoke(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return cwd
 
 
-def test_the_run_folder(smoke: Path) -> None:
-    run = smoke / "run"
-    steps = sorted(path.name for path in (run / "checkpoints").iterdir())
-    assert steps == ["step-00000002", "step-00000004"]
-    names = sorted(path.name for path in run.iterdir())
-    written = ["audit.json", "checkpoints", "data.json", "dtypes.json", "metrics.csv", "recipe.yaml"]
-    assert names == [*written, "report.html", "run.lock"]
-    rows = records(run / "metrics.csv")
-    assert [row["step"] for row in rows] == ["0", "1", "2", "3"]
-    assert all(float(row["train_loss"]) > 0 for row in rows)
-    assert [bool(row["val_loss"]) for row in rows] == [False, True, False, True]
-    audit = json.loads((run / "audit.json").read_text())
-    assert audit["shard_degree"] == 2
-    dtypes = json.loads((run / "dtypes.json").read_text())
-    assert dtypes["declared"] == {"param": "fp32", "compute": "bf16", "reduce": "fp32"}
-    assert dtypes["realized"]["reductions"].keys() == {"fp32"}
-
-
 def test_resume_on_the_other_engine_continues_run_and_metrics(smoke: Path, tmp_path: Path) -> None:
     """On two ranks that somebody else started."""
     smoke = shutil.copytree(smoke, tmp_path / "smoke")

@@ -9,7 +9,7 @@ import pytest
 
 from lit_fsdp.config.data import accumulation_steps
 from lit_fsdp.config.model import ModelConfig, OptimConfig, PreferenceModelConfig
-from lit_fsdp.config.parser import build, lightning_keys, load_recipe, read_command_line, say_once
+from lit_fsdp.config.parser import build, load_recipe, read_command_line, say_once
 from lit_fsdp.config.run import FACTORY
 from lit_fsdp.errors import ConfigError
 from tests.runs import check_recipe
@@ -62,14 +62,6 @@ def test_values_arrive_as_written(load: Any) -> None:
     for found in (load(more=text), load("--trainer.max_time", "10:00:00:00", "--data.cache_dir", "007", more="{}")):
         assert (found.run.trainer["max_time"], found.run.data.cache_dir) == ("10:00:00:00", "007")
     assert (load(more=text).run.slurm.time, load(more=text).run.data.val) == ("12:00:00", "2024-01-01")
-
-
-def test_the_keys_of_lightnings_trainer_are_read_from_its_source() -> None:
-    import inspect
-
-    from lightning.pytorch import Trainer
-
-    assert lightning_keys() == list(inspect.signature(Trainer).parameters)
 
 
 def test_words_of_lightning(load: Any) -> None:

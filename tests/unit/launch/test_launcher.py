@@ -11,7 +11,6 @@ import pytest
 
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.launch.launcher import adopt_step, check_launch
-from lit_fsdp.launch.ranks import RANKS
 
 
 def torchrun(local: int, world: int, **more: str) -> dict[str, str]:
@@ -152,19 +151,3 @@ def test_ranks_wait_until_the_first_one_is_ready_and_what_one_meets_ends_the_run
         if case == "all well":
             assert (said[0], sorted(said[1:])) == ("prepared", [f"met {rank} 3 127.0.0.1" for rank in range(3)])
         assert case != "all fail" or not any("[rank" in line for line in errors)  # what all meet is said once
-
-
-def test_none_are_started_where_their_number_is_not_known_or_another_starts_them(monkeypatch):
-    for trainer, environment in (
-        ({"devices": 1}, {}),
-        ({"devices": "auto"}, {}),
-        ({"devices": 2, "num_nodes": 2}, {}),
-        ({"devices": 2}, {"LOCAL_RANK": "0", "WORLD_SIZE": "2"}),
-        ({"devices": 2}, {"SLURM_NTASKS": "2", "SLURM_JOB_NAME": "train"}),
-    ):
-        with monkeypatch.context() as patch:
-            for name, value in environment.items():
-                patch.setenv(name, value)
-            RANKS.start(trainer)
-            assert RANKS.children == []
-            assert environment or "LOCAL_RANK" not in os.environ
