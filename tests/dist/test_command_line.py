@@ -88,6 +88,8 @@ def test_validate_test_and_predict(smoke: Path) -> None:
         return done[0].out
 
     before = content(smoke / "run")
+    written = {"audit.json", "data.json", "dtypes.json", "metrics.csv", "recipe.yaml", "report.html", "run.lock"}
+    assert {path for path in before if "/" not in path} == written
     losses = {
         entry.step: entry.metrics["val_loss"] for entry in checkpoints(smoke / "run") if "val_loss" in entry.metrics
     }

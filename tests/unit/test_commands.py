@@ -56,7 +56,7 @@ def test_who_refuses_a_used_run_folder(tmp_path, monkeypatch):
         found(None, "used")
 
 
-def test_flags_are_never_abbreviated():
+def test_flags_are_never_abbreviated_and_their_values_are_checked(tmp_path, capsys):
     for words, field, fix in (
         (["export", "--checkpoint", "x"], "lit-fsdp export --checkpoint", "write --ckpt"),
         (["export", "--outt=x"], "lit-fsdp export --outt", "write --out"),
@@ -64,9 +64,6 @@ def test_flags_are_never_abbreviated():
     ):
         error = refused(*words)
         assert (error.field, error.fix) == (field, fix)
-
-
-def test_values_of_flags_are_checked(tmp_path, capsys):
     assert "'fp8'" in refused("export", "--ckpt", "x", "--out", "y", "--dtype", "fp8").given
     assert "--out" in refused("export", "--ckpt", "x").given
     assert refused("export", "--ckpt", "x", "--out", "y", "extra").field.startswith("lit-fsdp export")

@@ -21,7 +21,7 @@ from lit_fsdp.parallel.activation import prepare_blocks
 class Run:
     """A trainer whose steps take as long as they are told to."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, every: int = 1) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
         monkeypatch.setattr(throughput.time, "perf_counter", lambda: self.now)
         monkeypatch.setattr(throughput, "peak_device_bytes", lambda device: 3 * 2**29)
@@ -29,7 +29,7 @@ class Run:
         self.logged: list[dict[str, float]] = []
         self.trainer: Any = SimpleNamespace(
             global_step=0,
-            log_every_n_steps=every,
+            log_every_n_steps=1,
             strategy=SimpleNamespace(root_device=torch.device("cpu")),
             is_global_zero=True,
         )
@@ -37,18 +37,14 @@ class Run:
         self.callback = Throughput()
         self.callback.on_train_start(self.trainer, self.module)
 
-    def step(self, seconds: float, tokens: int = 0, wait: float = 0.0, micro_batches: int = 1) -> None:
+    def step(self, seconds: float, tokens: int = 0, wait: float = 0.0) -> None:
         """One optimizer step: supervised a quarter of the tokens, samples a tenth, a fifth of the places empty."""
-        for index in range(micro_batches):
-            self.now += wait
-            self.callback.on_train_batch_start(self.trainer, self.module, None, index)
-            self.now += seconds / micro_batches
-            if index == micro_batches - 1:
-                self.trainer.global_step += 1
-                self.module.step_totals = torch.tensor(
-                    [tokens / 4, 1.0, tokens, tokens / 10, tokens * 1.25, tokens**2, 0, 0]
-                )
-            self.callback.on_train_batch_end(self.trainer, self.module, None, None, index)
+        self.now += wait
+        self.callback.on_train_batch_start(self.trainer, self.module, None, 0)
+        self.now += seconds
+        self.trainer.global_step += 1
+        self.module.step_totals = torch.tensor([tokens / 4, 1.0, tokens, tokens / 10, tokens * 1.25, tokens**2, 0, 0])
+        self.callback.on_train_batch_end(self.trainer, self.module, None, None, 0)
 
 
 def test_the_first_step_does_not_count_and_waiting_for_data_does(monkeypatch: pytest.MonkeyPatch):
@@ -56,17 +52,9 @@ def test_the_first_step_does_not_count_and_waiting_for_data_does(monkeypatch: py
     run.step(seconds=50, tokens=1000)
     assert run.logged == []
     run.step(seconds=3, wait=1, tokens=800)
-    assert run.logged == [
-        {
-            "tokens_per_second": 200.0,
-            "supervised_tokens_per_second": 50.0,
-            "samples_per_second": 20.0,
-            "step_seconds": 4.0,
-            "padding_share": pytest.approx(0.2),
-            "data_wait_share": 0.25,
-            "peak_memory_gib": 1.5,
-        }
-    ]
+    rates = {"tokens_per_second": 200.0, "supervised_tokens_per_second": 50.0, "samples_per_second": 20.0}
+    shares = {"padding_share": pytest.approx(0.2), "data_wait_share": 0.25}
+    assert run.logged == [{**rates, **shares, "step_seconds": 4.0, "peak_memory_gib": 1.5}]
 
 
 def test_validation_and_saving_do_not_count(monkeypatch: pytest.MonkeyPatch):
