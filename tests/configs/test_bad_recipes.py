@@ -12,19 +12,9 @@ from lit_fsdp.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 GOOD = """
-trainer:
-  devices: 4
-  max_steps: 20
-  strategy:
-    class_path: lit_fsdp.fsdp_strategy
-    init_args: {sharding: full_shard}
-model:
-  name: some-model
-  optim: {lr: 1.0e-4, warmup_steps: 10}
-data:
-  train: rows.jsonl
-  global_batch_size: 16
-  micro_batch_size: 2
+trainer: {devices: 4, max_steps: 20, strategy: {class_path: lit_fsdp.fsdp_strategy, init_args: {}}}
+model: {name: some-model, optim: {lr: 1.0e-4, warmup_steps: 10}}
+data: {train: rows.jsonl, global_batch_size: 16, micro_batch_size: 2}
 """
 ARGS = "trainer.strategy.init_args"
 # flags, of which `:` stands for the arguments of the strategy; the field that is named; the beginning of the fix
@@ -37,7 +27,10 @@ CASES = (
     ("--:.shard=full_shard", ":.shard", "write :.sharding"),
     ("--:.precision={mode: mixed, reduce: bf16}", ":.precision.reduce", "write :.precision.reduce_dtype"),
     ("recipe.yaml", "recipe.yaml", "write --config recipe.yaml"),
+    ("--model=lit_fsdp.PreferenceModule --model.preference.betta=1", "model.preference.betta", "write model.pref"),
+    ("--model.preference.beta=1", "model.preference.beta", ""),
     # values
+    ("--model=lit_fsdp.PreferenceModule --model.preference.loss=kto", "model.preference.loss", ""),
     ("--:.engine=fsdp3", ":.engine", "write :.engine: fsdp2"),
     ("--:.sharding=FULL_SHARD", ":.sharding", "write :.sharding: full_shard"),
     ("--:.precision={mode: mixed, reduce_dtype: fp64}", ":.precision.reduce_dtype", "write :.precision.reduce_dtype: "),

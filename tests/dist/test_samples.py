@@ -17,11 +17,7 @@ NEW = 6
 ASKED = {"prompts": 5, "max_new_tokens": NEW}
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    [{"engine": "fsdp2"}, {"engine": "fsdp1", "activation_checkpointing": "full"}],
-    ids=lambda strategy: strategy["engine"],
-)
+@pytest.mark.parametrize("strategy", [{"engine": "fsdp2"}, {"engine": "fsdp1", "activation_checkpointing": "full"}])
 def test_they_are_the_exported_models_and_change_nothing_also_after_a_resume(
     dropout_model: Path, tmp_path: Path, strategy: dict[str, Any]
 ) -> None:

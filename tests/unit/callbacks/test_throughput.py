@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -27,12 +27,9 @@ class Run:
         monkeypatch.setattr(throughput, "peak_device_bytes", lambda device: 3 * 2**29)
         monkeypatch.setattr(throughput, "peak_reserved_bytes", lambda device: None)
         self.logged: list[dict[str, float]] = []
-        self.trainer: Any = SimpleNamespace(
-            global_step=0,
-            log_every_n_steps=1,
-            strategy=SimpleNamespace(root_device=torch.device("cpu")),
-            is_global_zero=True,
-        )
+        strategy = SimpleNamespace(root_device=torch.device("cpu"))
+        plan = {"global_step": 0, "log_every_n_steps": 1, "is_global_zero": True}
+        self.trainer: Any = SimpleNamespace(strategy=strategy, **plan)
         self.module: Any = SimpleNamespace(log_dict=self.logged.append)
         self.callback = Throughput()
         self.callback.on_train_start(self.trainer, self.module)
@@ -91,22 +88,15 @@ class Module(nn.Module):
         return self
 
 
-Meter = Callable[..., tuple[FlopMeter, str]]
-
-
-@pytest.fixture
-def meter(monkeypatch: pytest.MonkeyPatch) -> Meter:
-    def make(module: Any, device: str, name: str, precision: str = "bf16-mixed") -> tuple[FlopMeter, str]:
-        monkeypatch.setattr(throughput.torch.cuda, "get_device_name", lambda device: name)
-        made, strategy = FlopMeter(), SimpleNamespace(root_device=torch.device(device))
-        made.read_shapes(module)
-        trainer: Any = SimpleNamespace(strategy=strategy, world_size=2, precision=precision)
+def meter(module: Any, device: str, name: str, precision: str = "bf16-mixed") -> tuple[FlopMeter, str]:
+    made, strategy = FlopMeter(), SimpleNamespace(root_device=torch.device(device))
+    made.read_shapes(module)
+    trainer: Any = SimpleNamespace(strategy=strategy, world_size=2, precision=precision)
+    with mock.patch.object(torch.cuda, "get_device_name", return_value=name):
         return made, made.read_device(trainer, module)
 
-    return make
 
-
-def test_shares_of_the_peak_of_all_ranks(meter: Meter, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shares_of_the_peak_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     module = Module()
     formula = flop_formula(module.model)
     found, said = meter(module, "cuda", "NVIDIA H200")
@@ -130,7 +120,7 @@ def test_shares_of_the_peak_of_all_ranks(meter: Meter, monkeypatch: pytest.Monke
     assert recomputing["hfu"] / rates["hfu"] == pytest.approx(1 + again / formula.train_flops(COUNTS))
 
 
-def test_no_made_up_share(meter: Meter, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_made_up_share(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a peak that is unknown, of what the compiler chooses to recompute, of somebody else's module."""
     for device, name, shown in (("cpu", "", "CPU"), ("cuda", "Some GPU", "Some GPU")):
         found, said = meter(Module(), device, name)

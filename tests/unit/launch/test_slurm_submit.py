@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from lit_fsdp.__main__ import main
+from lit_fsdp.checkpoint.store import save_checkpoint
 from tests.unit.launch.conftest import FakeSlurm
 
 
@@ -44,6 +45,10 @@ def test_render_prints_the_script_whatever_it_finds_and_submit_refuses_unless_fo
     assert slurm.words("sbatch") is None
     assert slurm_command("submit", *wrong, "--force") == 0
     assert capsys.readouterr().out == "4711\n"
+    save_checkpoint(Path("run/checkpoints/step-00000001"), {}, {}, {"global_step": 1}, "full")
+    assert slurm_command("submit") == 1
+    assert "which holds 1 checkpoint(s)" in capsys.readouterr().err
+    assert slurm_command("submit", "--ckpt_path", "last") == 0
 
 
 def test_what_sbatch_says(slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]):
