@@ -69,34 +69,26 @@ def once(side: str, file: str, cache: str, model: str) -> None:
 
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.model_max_length = 10**9
-    found = _ours(tokenizer, file, cache) if side == "ours" else _datasets(tokenizer, side, file, cache)
-    Path(cache, "seconds.json").write_text(json.dumps(found))
+    if side == "ours":
+        from lit_fsdp.config.data import DataConfig
+        from lit_fsdp.data.cache import prepare_rows
+        from lit_fsdp.data.encode import RowEncoder
 
+        config = DataConfig(train=file, max_seq_length=2048, cache_dir=cache, num_tokenizers=PROCESSES)
+        start = loaded = time.monotonic()
+        prepare_rows(file, config, RowEncoder(tokenizer, config))
+    else:
+        import datasets
 
-def _ours(tokenizer: Any, file: str, cache: str) -> dict[str, float]:
-    from lit_fsdp.config.data import DataConfig
-    from lit_fsdp.data.cache import prepare_rows
-    from lit_fsdp.data.encode import RowEncoder
-
-    config = DataConfig(train=file, max_seq_length=2048, cache_dir=cache, num_tokenizers=PROCESSES)
-    start = time.monotonic()
-    prepare_rows(file, config, RowEncoder(tokenizer, config))
-    seconds = time.monotonic() - start
-    return {"map": seconds, "whole": seconds}
-
-
-def _datasets(tokenizer: Any, side: str, file: str, cache: str) -> dict[str, float]:
-    import datasets
-
-    datasets.disable_progress_bars()
-    start = time.monotonic()
-    rows = datasets.load_dataset("json", data_files=file, split="train", cache_dir=cache)
-    loaded = time.monotonic()
-    mask = {"chat_template": MARKED, "return_assistant_tokens_mask": True} if side == "datasets, mask" else {}
-    work = functools.partial(_tokenized, tokenizer, mask)
-    rows.map(work, batched=True, num_proc=PROCESSES, remove_columns=rows.column_names)
+        datasets.disable_progress_bars()
+        start = time.monotonic()
+        rows = datasets.load_dataset("json", data_files=file, split="train", cache_dir=cache)
+        loaded = time.monotonic()
+        mask = {"chat_template": MARKED, "return_assistant_tokens_mask": True} if side == "datasets, mask" else {}
+        work = functools.partial(_tokenized, tokenizer, mask)
+        rows.map(work, batched=True, num_proc=PROCESSES, remove_columns=rows.column_names)
     end = time.monotonic()
-    return {"map": end - loaded, "whole": end - start}
+    Path(cache, "seconds.json").write_text(json.dumps({"map": end - loaded, "whole": end - start}))
 
 
 def _tokenized(tokenizer: Any, mask: dict[str, Any], batch: dict[str, Any]) -> Any:

@@ -37,9 +37,8 @@ def main(folder: Path, out: Path) -> None:
     if RANKS > 1:
         dist.init_process_group("gloo")
         policy = MixedPrecisionPolicy(param_dtype=COMPUTE, reduce_dtype=torch.float32)
-        for layer in model.model.layers:
-            fully_shard(layer, mp_policy=policy)
-        fully_shard(model, mp_policy=policy)
+        for part in (*model.model.layers, model):
+            fully_shard(part, mp_policy=policy)
     groups = [
         {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": OPTIM["weight_decay"]},
         {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},

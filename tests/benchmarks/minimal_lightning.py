@@ -33,13 +33,9 @@ class Module(LightningModule):
     def configure_model(self) -> None:
         if self.model is None:
             self.model = AutoModelForCausalLM.from_pretrained(FOLDER / "model", dtype=torch.float32).train()
-            options = {
-                "mesh": self.device_mesh["data_parallel"],
-                "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32),
-            }
-            for layer in self.model.model.layers:
-                fully_shard(layer, **options)
-            fully_shard(self.model, **options)
+            mesh, policy = self.device_mesh["data_parallel"], MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+            for part in (*self.model.model.layers, self.model):
+                fully_shard(part, mesh=mesh, mp_policy=policy)
 
     def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
         inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "labels")}

@@ -29,12 +29,8 @@ T = TypeVar("T")
 def bench(name: str, *packages: str, device: str | None = None) -> Iterator[tuple[dict[str, Any], Path]]:
     """A record whose ``results`` are to be filled, and an empty folder to work in.
 
-    At the end the record lies in ``runs/bench/`` and its results are printed as rows for recipes/README.md.
-
-    Args:
-        name: Of the record's file.
-        packages: Whose versions count beside those of torch, lightning and transformers.
-        device: Its name; default: this machine's CPU.
+    At the end the record lies in ``runs/bench/`` and its results are printed as rows for recipes/README.md. The
+    versions of these packages count, too; the device is this machine's CPU, unless it has a name.
     """
     place = ROOT / "runs" / "bench"
     place.mkdir(parents=True, exist_ok=True)
@@ -72,31 +68,18 @@ def compared(what: str, first: Sequence[float], second: Sequence[float], unit: s
 
 
 def python(words: Sequence[Any], ranks: int = 1, places: Sequence[dict[str, Any]] = ({},), **env: str) -> float:
-    """Run ``python WORDS`` once in each of these environments, all at once, and return the time of their launch.
+    """Run ``python WORDS`` once in each of these places, which are environments, and return the time of their launch.
 
-    Args:
-        words: Behind ``python``.
-        ranks: How many will share the cores, whoever starts them.
-        places: What each process has in its environment.
-        env: What all of them have.
-
-    Raises:
-        RuntimeError: What they said, if one of them fails.
+    As many ranks share the cores, whoever starts them.
     """
     threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // ranks))
     shared = {**os.environ, "OMP_NUM_THREADS": threads, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     shared |= {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore", **env}
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "cwd": ROOT}
     launched = time.time()
-    processes = [
-        subprocess.Popen(
-            [sys.executable, *map(str, words)],
-            env={**shared, **{name: str(value) for name, value in place.items()}},
-            start_new_session=True,
-            **pipes,
-        )
-        for place in places
-    ]
+    command = [sys.executable, *map(str, words)]
+    own = [{name: str(value) for name, value in place.items()} for place in places]
+    processes = [subprocess.Popen(command, env=shared | one, start_new_session=True, **pipes) for one in own]
     try:
         said = [process.communicate(timeout=_LIMIT_SECONDS)[0] for process in processes]
     finally:

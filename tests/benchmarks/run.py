@@ -2,13 +2,7 @@
 
     python tests/benchmarks/run.py [--only one packed two start] [--repeats 5] …
 
-The measures (aims are no tests; a shared machine decides nothing):
-
-- ``one``       tokens/s of ``lit-fsdp fit`` on one process ÷ a plain PyTorch loop; aim >= 0.98
-- ``packed``    the same with packed samples ÷ a loop that packs too and has torch's chunked head; aim >= 0.98
-- ``two``       tokens/s of ``lit-fsdp fit`` on two processes ÷ a ``fully_shard`` loop; aim >= 0.97
-- ``start``     seconds from launch to the end of the first step on two processes, tokenized rows in the cache,
-                ÷ a minimal Lightning script; aim <= 1.05
+Aims of the measures below are no tests; a shared machine decides nothing. Of ``start`` the tokenized rows are cached.
 
 Both sides load the same weights and see the same rows in the same order with the same number of threads; their losses
 are printed beside the speeds. The model has the shape of SmolLM2-135M with random weights. Precision is ``auto``: bf16
@@ -64,13 +58,9 @@ def measure(name: str, folder: Path, options: argparse.Namespace) -> dict[str, A
     folder.mkdir()
     model = save_random_model(folder / "model", **(TINY if is_start else {"num_hidden_layers": options.layers}))
     words = (length // 16, length // 4) if packing else (length, length)
-    data = {
-        "train": str(save_rows(folder / "rows.jsonl", random_rows(ROWS * steps * (4 if packing else 1), *words))),
-        "max_seq_length": length,
-        "packing": packing,
-        "global_batch_size": ROWS,
-        "micro_batch_size": ROWS // ranks,
-    }
+    rows = save_rows(folder / "rows.jsonl", random_rows(ROWS * steps * (4 if packing else 1), *words))
+    data = {"train": str(rows), "max_seq_length": length, "packing": packing}
+    data |= {"global_batch_size": ROWS, "micro_batch_size": ROWS // ranks}
     write_recipe(folder / "recipe.yaml", model, {}, data, devices=ranks, max_steps=steps, log_every_n_steps=5)
     save_batches(folder, data, ranks, steps)
     sides = {"ours": lambda: fit(folder / "recipe.yaml", ranks), "peer": lambda: peer(folder, ranks, is_start)}

@@ -45,9 +45,8 @@ def main() -> None:
         if len(set(supervised.values())) != 1:
             raise RuntimeError(f"sides trained on different numbers of tokens: {supervised}")
         what = "SFT of SmolLM2-135M on dict-jargon"
-        record["results"] = [
-            {"what": f"{what}, {side}", "summary": summary(found), "runs": found} for side, found in runs.items()
-        ]
+        for side, found in runs.items():
+            record["results"].append({"what": f"{what}, {side}", "summary": summary(found), "runs": found})
         record["results"] += ratios(runs)
 
 
@@ -101,14 +100,11 @@ def ratios(runs: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
     best = [max(same_round, key=speed) for same_round in zip(*trl, strict=True)]
     for what, peer, aim in (("TRL's best", best, ">= 1.5"), ("padded Trainer", runs.get("trainer-padded", []), "")):
         if ours and peer:
-            rates, peaks = ([[get(run) for run in side] for side in (ours, peer)] for get in (speed, peak_gib))
+            rates = [[speed(run) for run in side] for side in (ours, peer)]
+            peaks = [[run["peak_bytes"] / 2**30 for run in side] for side in (ours, peer)]
             found.append(compared(f"speed, ours packed ÷ {what}", *rates, unit="tokens/s", aim=aim))
             found.append(compared(f"peak memory, ours packed ÷ {what}", *peaks, unit="GiB", aim="<= 0.8"))
     return found
-
-
-def peak_gib(run: dict[str, Any]) -> float:
-    return run["peak_bytes"] / 2**30
 
 
 if __name__ == "__main__":

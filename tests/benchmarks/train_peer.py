@@ -16,44 +16,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from datasets import Dataset
 from train import MAX_LENGTH, MICRO_PACKS, ROWS_PER_STEP
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    DataCollatorForSeq2Seq,
-    Trainer,
-    TrainerCallback,
-    TrainingArguments,
-)
 from work import CLIP_NORM, OPTIM, SEED
 
 from lit_fsdp.host import cpu_has_bf16
 from lit_fsdp.metrics.hardware import peak_host_bytes, reset_peak_host_bytes
 
-OPTIONS = {
-    "num_train_epochs": 1,
-    "learning_rate": OPTIM["lr"],
-    "weight_decay": OPTIM["weight_decay"],
-    "adam_beta1": OPTIM["beta1"],
-    "adam_beta2": OPTIM["beta2"],
-    "adam_epsilon": OPTIM["eps"],
-    "max_grad_norm": CLIP_NORM,
-    "lr_scheduler_type": "constant",
-    "optim": "adamw_torch_fused",
-    "bf16": cpu_has_bf16(),
-    "use_cpu": True,
-    "gradient_checkpointing": False,
-    "logging_steps": 1,
-    "save_strategy": "no",
-    "report_to": "none",
-    "disable_tqdm": True,
-    "seed": SEED,
-}
-"""What both Trainers are told."""
+# What both Trainers are told.
+_NAMES = {"lr": "learning_rate", "beta1": "adam_beta1", "beta2": "adam_beta2", "eps": "adam_epsilon"}
+OPTIONS = {_NAMES.get(name, name): value for name, value in OPTIM.items() if name != "schedule"}
+OPTIONS |= {"max_grad_norm": CLIP_NORM, "lr_scheduler_type": "constant", "optim": "adamw_torch_fused", "seed": SEED}
+OPTIONS |= {"num_train_epochs": 1, "bf16": cpu_has_bf16(), "use_cpu": True, "gradient_checkpointing": False}
+OPTIONS |= {"logging_steps": 1, "save_strategy": "no", "report_to": "none", "disable_tqdm": True}
 
 
-class Steps(TrainerCallback):
+class Steps(transformers.TrainerCallback):
     """Clock, loss and peak memory per optimizer step."""
 
     def __init__(self) -> None:
@@ -75,8 +54,8 @@ def main(folder: Path, side: str) -> None:
     work = json.loads((folder / "work.json").read_text())
     rows = Dataset.from_list(work["tokens"])
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_pretrained(work["model"], dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(work["model"])
+    model = transformers.AutoModelForCausalLM.from_pretrained(work["model"], dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(work["model"])
     packed = "-packed" in side
     micro = 1 if side.endswith("-1") else MICRO_PACKS if packed else ROWS_PER_STEP
     accumulate = (work["packs_per_step"] if packed else ROWS_PER_STEP) // micro
@@ -88,8 +67,8 @@ def main(folder: Path, side: str) -> None:
         more = {"max_length": MAX_LENGTH, "packing": packed, "packing_strategy": "bfd", "shuffle_dataset": True}
         trainer: Any = SFTTrainer(model, SFTConfig(**options, **more), train_dataset=rows, processing_class=tokenizer)
     else:
-        padded = DataCollatorForSeq2Seq(tokenizer, label_pad_token_id=-100)
-        trainer = Trainer(model, TrainingArguments(**options), padded, rows)
+        padded = transformers.DataCollatorForSeq2Seq(tokenizer, label_pad_token_id=-100)
+        trainer = transformers.Trainer(model, transformers.TrainingArguments(**options), padded, rows)
     supervised: list[int] = []  # tokens of each batch
     collate = trainer.data_collator
 

@@ -100,13 +100,10 @@ def jargon_rows() -> list[dict[str, Any]]:
         word, *place = line.split("\t")
         if not word.startswith("00-database"):
             # in base 64; several words may share a definition
-            start, size = (
-                functools.reduce(lambda value, digit: value * 64 + _DIGITS[digit], part, 0) for part in place
-            )
+            start, size = (functools.reduce(lambda n, digit: n * 64 + _DIGITS[digit], part, 0) for part in place)
             first, _, rest = content[start : start + size].decode(errors="replace").partition("\n")
-            found[start] = chat(
-                f"What does {word!r} mean?", re.sub(r"\s+", " ", rest if rest.strip() else first).strip()
-            )
+            answer = re.sub(r"\s+", " ", rest if rest.strip() else first).strip()
+            found[start] = chat(f"What does {word!r} mean?", answer)
     return [found[start] for start in sorted(found)]
 
 

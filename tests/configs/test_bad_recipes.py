@@ -12,19 +12,9 @@ from lit_fsdp.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 GOOD = """
-trainer:
-  devices: 4
-  max_steps: 20
-  strategy:
-    class_path: lit_fsdp.fsdp_strategy
-    init_args: {sharding: full_shard}
-model:
-  name: some-model
-  optim: {lr: 1.0e-4, warmup_steps: 10}
-data:
-  train: rows.jsonl
-  global_batch_size: 16
-  micro_batch_size: 2
+trainer: {devices: 4, max_steps: 20, strategy: {class_path: lit_fsdp.fsdp_strategy, init_args: {}}}
+model: {name: some-model, optim: {lr: 1.0e-4, warmup_steps: 10}}
+data: {train: rows.jsonl, global_batch_size: 16, micro_batch_size: 2}
 """
 ARGS = "trainer.strategy.init_args"
 # flags, of which `:` stands for the arguments of the strategy; the field that is named; the beginning of the fix
@@ -37,7 +27,10 @@ CASES = (
     ("--:.shard=full_shard", ":.shard", "write :.sharding"),
     ("--:.precision={mode: mixed, reduce: bf16}", ":.precision.reduce", "write :.precision.reduce_dtype"),
     ("recipe.yaml", "recipe.yaml", "write --config recipe.yaml"),
+    ("--model=lit_fsdp.PreferenceModule --model.preference.betta=1", "model.preference.betta", "write model.pref"),
+    ("--model.preference.beta=1", "model.preference.beta", ""),
     # values
+    ("--model=lit_fsdp.PreferenceModule --model.preference.loss=kto", "model.preference.loss", ""),
     ("--:.engine=fsdp3", ":.engine", "write :.engine: fsdp2"),
     ("--:.sharding=FULL_SHARD", ":.sharding", "write :.sharding: full_shard"),
     ("--:.precision={mode: mixed, reduce_dtype: fp64}", ":.precision.reduce_dtype", "write :.precision.reduce_dtype: "),
@@ -52,17 +45,18 @@ CASES = (
     # what does not go together
     ("--:.use_orig_params=false", ":.use_orig_params", ""),
     ("--:.replicate_degree=2", ":.replicate_degree", ""),
+    ("--:.sharding=no_shard --:.replicate_degree=2", ":.replicate_degree", ""),
+    ("--:.sharding=hybrid_shard --:.replicate_degree=3", ":.shard_degree", ""),
+    ("--:.sharding=hybrid_shard --:.shard_degree=4 --:.replicate_degree=4", ":.shard_degree", ""),
+    ("--:.shard_degree=3", ":.shard_degree", ""),
+    ("--:.engine=single", ":.engine", ""),
     ("--:.backward_prefetch=post", ":.backward_prefetch", ""),
     ("--:.engine=fsdp1 --:.forward_prefetch=2", ":.forward_prefetch", ""),
     ("--:.limit_all_gathers=false", ":.limit_all_gathers", ""),
     ("--:.engine=fsdp1 --:.sync_each_micro_batch=false", ":.sync_each_micro_batch", ""),
     ("--:.activation_checkpointing=memory_budget", ":.activation_checkpointing", ""),
     ("--:.precision={mode: mixed, reduce_dtype: fp16}", ":.precision.reduce_dtype", "drop reduce_dtype"),
-    (
-        "--:.engine=single --trainer.devices=1 --:.precision={mode: mixed, reduce_dtype: bf16}",
-        ":.precision.reduce_dtype",
-        "",
-    ),
+    ("--:.engine=single --trainer.devices=1 --:.precision={reduce_dtype: bf16}", ":.precision.reduce_dtype", ""),
     ("--trainer.max_steps=0", "trainer.max_steps", "set trainer.max_steps: 1000"),
     ("--trainer.max_steps=5", "model.optim.warmup_steps", "set warmup_steps: 0"),
     ("--trainer.limit_train_batches=5", "trainer.limit_train_batches", "set trainer.max_steps"),
@@ -80,28 +74,14 @@ CASES = (
     ("--model.lora.quantize=nf4 --:.engine=fsdp1", ":.engine", ""),
     ("--model.lora.quantize=nf4 --:.precision=fp8", ":.precision", ""),
     ("--model.lora.quantize=nf4 --:.precision=fp16_mixed", ":.precision", ""),
-    (
-        "--model.attn_implementation=flex_attention --trainer.accelerator=cpu",
-        "model.attn_implementation",
-        "leave attn_implementation out",
-    ),
-    (
-        "--model.attn_implementation=flash_attention_2 --:.precision=fp32",
-        "model.attn_implementation",
-        "set :.precision: mixed, or leave attn_implementation out",
-    ),
+    ("--model.attn_implementation=flex_attention --trainer.accelerator=cpu", "model.attn_implementation", "leave "),
+    ("--model.attn_implementation=flash_attention_2 --:.precision=fp32", "model.attn_implementation", "set :.prec"),
     ("--model.optim.decay_ratio=0.2", "model.optim.decay_ratio", "set schedule: wsd"),
+    ("--model.optim.schedule=wsd --model.optim.decay_ratio=2.5", "model.optim.decay_ratio", ""),
+    ("--model.loss.backend=plain --model.loss.chunk_tokens=64", "model.loss.chunk_tokens", ""),
     ("--model.neftune_alpha=0", "model.neftune_alpha", "write neftune_alpha: 5"),
-    (
-        "--:.engine=fsdp1 --model.optim.class_path=torchao.optim.AdamW8bit",
-        "model.optim.class_path",
-        "",
-    ),
-    (
-        "--:.engine=fsdp1 --model.optim.class_path=lit_fsdp.MuonWithAdamW",
-        "model.optim.class_path",
-        "",
-    ),
+    ("--:.engine=fsdp1 --model.optim.class_path=torchao.optim.AdamW8bit", "model.optim.class_path", ""),
+    ("--:.engine=fsdp1 --model.optim.class_path=lit_fsdp.MuonWithAdamW", "model.optim.class_path", ""),
     ("--:.engine=fsdp1 --model.optim.class_path=torch.optim.Adafactor", "model.optim.class_path", ""),
     ("--model.optim.class_path=torchao.optim.AdamW4bit", "model.optim.class_path", "write torchao.optim.AdamW8bit"),
     ("--samples.prompts=0", "samples.prompts", "write prompts: 8"),
@@ -113,14 +93,9 @@ CASES = (
 )
 
 
-@pytest.fixture
-def good(tmp_path: Path) -> Path:
-    file = tmp_path / "good.yaml"
-    file.write_text(GOOD, encoding="utf-8")
-    return file
-
-
-def test_a_bad_recipe_is_refused_with_the_field_and_what_to_write(good: Path):
+def test_a_bad_recipe_is_refused_with_the_field_and_what_to_write(tmp_path: Path):
+    good = tmp_path / "good.yaml"
+    good.write_text(GOOD, encoding="utf-8")
     assert load_recipe(["--config", str(good)], "fit").run.world_size == 4
     for flags in ("--trainer.max_steps=10", "--trainer.max_steps=-1 --trainer.max_time=00:01:00:00"):
         load_recipe(["--config", str(good), *flags.split()], "fit")

@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -19,12 +18,12 @@ from tests.pages import Page
 from tests.runs import content, records
 
 
-def lit_fsdp(*words: str, cwd: Path, python: str = sys.executable, **env: str) -> subprocess.CompletedProcess[str]:
+def lit_fsdp(*words: str, cwd: Path, python: str = sys.executable) -> subprocess.CompletedProcess[str]:
     """Run ``lit-fsdp`` in a folder."""
     return subprocess.run(
         [python, "-m", "lit_fsdp", *words],
         cwd=cwd,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(cwd)]), **env},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(cwd)])},
         capture_output=True,
         text=True,
         timeout=250,
@@ -39,28 +38,9 @@ def smoke(tmp_path_factory: pytest.TempPathFactory) -> Path:
     words = ("--verbose", "--trainer.default_root_dir", "run")
     done = lit_fsdp("fit", *SMOKE, *words, cwd=cwd, python=server().python)
     assert done.returncode == 0, done.stderr
-    assert "miniature: model.optim.warmup_steps: 50 → 1 (4 steps)" in done.stderr
     assert "miniature: model.name: llama of 2 layers, hidden size 64, random init" in done.stderr
     assert "FSDP units by the model's no-split classes (LlamaDecoderLayer)" in done.stderr
     return cwd
-
-
-def test_the_run_folder(smoke: Path) -> None:
-    run = smoke / "run"
-    steps = sorted(path.name for path in (run / "checkpoints").iterdir())
-    assert steps == ["step-00000002", "step-00000004"]
-    names = sorted(path.name for path in run.iterdir())
-    written = ["audit.json", "checkpoints", "data.json", "dtypes.json", "metrics.csv", "recipe.yaml"]
-    assert names == [*written, "report.html", "run.lock"]
-    rows = records(run / "metrics.csv")
-    assert [row["step"] for row in rows] == ["0", "1", "2", "3"]
-    assert all(float(row["train_loss"]) > 0 for row in rows)
-    assert [bool(row["val_loss"]) for row in rows] == [False, True, False, True]
-    audit = json.loads((run / "audit.json").read_text())
-    assert audit["shard_degree"] == 2
-    dtypes = json.loads((run / "dtypes.json").read_text())
-    assert dtypes["declared"] == {"param": "fp32", "compute": "bf16", "reduce": "fp32"}
-    assert dtypes["realized"]["reductions"].keys() == {"fp32"}
 
 
 def test_resume_on_the_other_engine_continues_run_and_metrics(smoke: Path, tmp_path: Path) -> None:
@@ -88,12 +68,9 @@ def test_resume_on_the_other_engine_continues_run_and_metrics(smoke: Path, tmp_p
     assert "goes on" not in done[1].err
     after = records(smoke / "run/metrics.csv")
     assert after[:4] == before
-    assert [row["step"] for row in after] == [str(step) for step in range(6)]
-    assert "step-00000006" in {path.name for path in (smoke / "run/checkpoints").iterdir()}
     assert json.loads((smoke / "run/audit.json").read_text())["shard_degree"] == 1
     assert "parameters after resume" in json.loads((smoke / "run/dtypes.json").read_text())["realized"]
-    page = Page((smoke / "run/report.html").read_text())
-    assert page.curves["train_loss"] == 6
+    assert Page((smoke / "run/report.html").read_text()).curves["train_loss"] == 6
 
 
 def test_validate_test_and_predict(smoke: Path) -> None:
@@ -106,6 +83,8 @@ def test_validate_test_and_predict(smoke: Path) -> None:
         return done[0].out
 
     before = content(smoke / "run")
+    written = {"audit.json", "data.json", "dtypes.json", "metrics.csv", "recipe.yaml", "report.html", "run.lock"}
+    assert {path for path in before if "/" not in path} == written
     losses = {
         entry.step: entry.metrics["val_loss"] for entry in checkpoints(smoke / "run") if "val_loss" in entry.metrics
     }
@@ -149,17 +128,6 @@ def test_refused_at_once_without_torch(tmp_path: Path) -> None:
         assert not (tmp_path / "other").exists()
 
 
-def test_refused_before_any_process_starts(tmp_path: Path) -> None:
-    (tmp_path / "broken.jsonl").write_text('{"prompt": "a", "completion": "b"}\n{"prompt": \n')
-    words = ("--trainer.default_root_dir", "other", "--data.train", "broken.jsonl")
-    done = lit_fsdp("fit", *SMOKE, *words, cwd=tmp_path, python=server().python)
-    assert done.returncode == 1
-    assert "Traceback" not in done.stderr
-    assert "rank 1" not in done.stderr
-    assert "broken.jsonl:2" in done.stderr
-    assert not (tmp_path / "other").exists()
-
-
 def test_a_profile_has_traces_and_tables_of_two_ranks(tmp_path: Path) -> None:
     done = command(2, ["profile", *SMOKE, "--json"], tmp_path)
     assert [rank.code for rank in done] == [0, 0], done[0].err
@@ -186,14 +154,9 @@ def test_a_profile_has_traces_and_tables_of_two_ranks(tmp_path: Path) -> None:
 
 def test_a_profile_that_is_refused(tmp_path: Path) -> None:
     short = ["--trainer.max_steps", "-1", "--trainer.max_epochs", "1", "--data.train", "generated:8"]
-    cases = [
-        (["--steps", "0"], "--steps: got 0"),
-        (["--step", "2"], "fix:     write steps"),
-        ([*short, "--steps", "9"], "--steps: got 9, but training ended before that"),
-    ]
-    for words, said in cases:
+    for words, said in ((["--steps", "0"], "got 0"), ([*short, "--steps", "9"], "got 9, but training ended before")):
         (done,) = command(1, ["profile", *SMOKE, "--trainer.devices=1", *words], tmp_path)
-        assert (done.code, said in done.err) == (2, True), done.err
+        assert (done.code, f"--steps: {said}" in done.err) == (2, True), done.err
 
 
 _CALLBACK = """
@@ -202,14 +165,9 @@ import torch
 from lightning.pytorch import Callback
 
 class Short(Callback):
-    def __init__(self, rank: int, how: str):
-        self.rank, self.how = rank, how
-
     def on_before_backward(self, trainer, pl_module, loss):
-        if trainer.global_step < 1 or trainer.global_rank != self.rank:
+        if trainer.global_step < 1 or trainer.global_rank != 1:
             return
-        if self.how == "raise":
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
         with open("/proc/self/statm") as file:
             used = int(file.read().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (used + 2**32, resource.RLIM_INFINITY))
@@ -217,62 +175,15 @@ class Short(Callback):
 """
 
 
-@pytest.mark.parametrize(
-    ("ranks", "bad", "how", "error"),
-    [(2, 1, "raise", "Tried to allocate 2.00 GiB"), (1, 0, "limit", "can't allocate memory")],
-    ids=("one of two ranks", "a limited process"),
-)
-def test_a_rank_out_of_memory_says_what_takes_less(tmp_path: Path, ranks: int, bad: int, how: str, error: str) -> None:
+def test_one_of_two_ranks_out_of_memory_says_what_takes_less(tmp_path: Path) -> None:
     (tmp_path / "short.py").write_text(_CALLBACK)
-    callback = f"[{{class_path: short.Short, init_args: {{rank: {bad}, how: {how}}}}}]"
-    words = ["fit", *SMOKE, "--allow-imports", "short", "--trainer.callbacks", callback]
-    words += [f"--trainer.devices={ranks}", "--data.micro_batch_size=2", f"--trainer.default_root_dir={how}"]
-    outcomes = command(ranks, words, tmp_path)
-    failed = outcomes[bad]
+    words = ["fit", *SMOKE, "--allow-imports", "short", "--trainer.callbacks+=short.Short"]
+    other, failed = command(2, [*words, "--data.micro_batch_size=2"], tmp_path)
     assert failed.code == 1, failed.output
     before, headline, after = failed.err.partition("Each of these by itself takes less")
-    assert error in before
+    assert "can't allocate memory" in before
     assert headline not in after
-    assert f"accumulates over {4 // ranks}: the same global batch  --data.micro_batch_size 1" in after
+    assert "accumulates over 2: the same global batch  --data.micro_batch_size 1" in after
     assert "--model.lora.target_modules all-linear" in after
-    if ranks > 1:
-        assert outcomes[0].code not in (0, None)
-        assert headline not in outcomes[0].output
-
-
-BENCHED = [*SMOKE, "--trainer.strategy.init_args.precision", "fp32", "--trainer.default_root_dir", "run"]
-VARY = ["--vary", "data.train=generated:64,missing.jsonl,", "--ranks", "1", "--repeats", "2", "--steps", "1"]
-
-
-def test_it_goes_on_after_a_kill_and_after_a_failure(tmp_path: Path) -> None:
-    """The third value is none, which the recipe's own rules refuse."""
-
-    def rows() -> list[dict[str, str]]:
-        return [row for path in tmp_path.glob("run/bench/*/bench.csv") for row in records(path)]
-
-    command = [server().python, "-m", "lit_fsdp", "bench", *BENCHED, *VARY]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.DEVNULL) as first:
-        while first.poll() is None and not rows():
-            time.sleep(0.05)
-        first.terminate()
-        assert first.wait(20) == 75
-    before = rows()
-    assert [row["data.train"] for row in before] == ["generated:64"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 1, done.stderr
-    assert [line for line in done.stderr.splitlines() if line.startswith("bench: ")] == [
-        "bench: data.train missing.jsonl, ranks 1, repeat 1",
-        "bench: data.train , ranks 1, repeat 1",
-        "bench: data.train generated:64, ranks 1, repeat 2",
-    ]
-    after = rows()
-    assert after[:1] == before
-    finished = [row for row in after if not row["failed"]]
-    assert [(row["data.train"], row["repeat"]) for row in finished] == [("generated:64", "1"), ("generated:64", "2")]
-    assert all(float(row["tokens_per_second"]) > 0 and float(row["peak_memory_gib"]) > 0 for row in finished)
-    failed = {row["data.train"]: row["failed"] for row in after if row["failed"]}
-    assert "missing.jsonl" in failed["missing.jsonl"]
-    assert "data.train: got" in failed[""]
-    assert "failed" in done.stdout
-    assert not list(tmp_path.glob("run/bench/*/*/checkpoints"))
+    assert other.code not in (0, None)
+    assert headline not in other.output

@@ -15,10 +15,9 @@ import pytest
 
 from lit_fsdp.launch import doctor_ranks
 from lit_fsdp.launch.doctor import Wanted
-from tests.dist.forks import server
+from tests.dist.forks import ROOT, server
 from tests.ports import own_port
 
-ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "recipes" / "smollm2-135m_full_fsdp2_2xcpu.yaml"
 _RUN_RANK = doctor_ranks.run_rank
 

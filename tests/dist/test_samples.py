@@ -17,17 +17,14 @@ NEW = 6
 ASKED = {"prompts": 5, "max_new_tokens": NEW}
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    [{"engine": "fsdp2"}, {"engine": "fsdp1", "activation_checkpointing": "full"}],
-    ids=lambda strategy: strategy["engine"],
-)
-def test_they_are_the_exported_models_and_change_nothing(
+@pytest.mark.parametrize("strategy", [{"engine": "fsdp2"}, {"engine": "fsdp1", "activation_checkpointing": "full"}])
+def test_they_are_the_exported_models_and_change_nothing_also_after_a_resume(
     dropout_model: Path, tmp_path: Path, strategy: dict[str, Any]
 ) -> None:
-    job = {"folder": str(dropout_model), "strategy": strategy}
+    job: dict[str, Any] = {"folder": str(dropout_model), "strategy": strategy}
     plain = on_ranks("sampled_run", 2, run=str(tmp_path / "plain"), **job)
-    asked = on_ranks("sampled_run", 2, run=str(tmp_path / "asked"), samples=ASKED, **job)
+    job |= {"run": str(tmp_path / "asked"), "samples": ASKED, "num_sanity_val_steps": 1}
+    asked = on_ranks("sampled_run", 2, **job)
     for without, found in zip(plain, asked, strict=True):
         assert (found["losses"], found["digest"]) == (without["losses"], without["digest"])
         assert {"val_exact_match", "val_answer_token_accuracy"} == found["metrics"].keys() - without["metrics"].keys()
@@ -53,15 +50,10 @@ def test_they_are_the_exported_models_and_change_nothing(
     assert metrics["val_answer_token_accuracy"] == pytest.approx(correct / total)
     assert metrics["val_exact_match"] == pytest.approx(exact / 5)
 
-
-def test_a_resume_writes_each_step_once(dropout_model: Path, tmp_path: Path) -> None:
-    job: dict[str, Any] = {"folder": str(dropout_model), "strategy": {"engine": "fsdp2"}, "run": str(tmp_path / "run")}
-    whole = on_ranks("sampled_run", 2, samples=ASKED, num_sanity_val_steps=1, **job)
-    before = records(tmp_path / "run" / "samples.csv")
-    shutil.rmtree(tmp_path / "run/checkpoints/step-00000004")
-    again = on_ranks("sampled_run", 2, samples=ASKED, ckpt_path=str(tmp_path / "run/checkpoints/step-00000002"), **job)
-    assert again[0]["losses"] == whole[0]["losses"][2:]
-    assert records(tmp_path / "run" / "samples.csv") == before
+    shutil.rmtree(tmp_path / "asked/checkpoints/step-00000004")
+    again = on_ranks("sampled_run", 2, ckpt_path=str(tmp_path / "asked/checkpoints/step-00000002"), **job)
+    assert again[0]["losses"] == asked[0]["losses"][2:]
+    assert records(tmp_path / "asked" / "samples.csv") == rows  # each step once
 
 
 def test_prompts_of_a_file_at_the_end_of_training(dropout_model: Path, tmp_path: Path) -> None:

@@ -52,29 +52,15 @@ def recipe(name: str, folder: Path, devices: int) -> dict[str, Any]:
     ranks = 1 if strategy.get("engine") == "single" else devices
     config = json.loads((ROOT / "configs" / "model" / f"{shape}.json").read_text())
     config.pop("_hub_names")  # it is a config, without weights
-    return {
-        "trainer": {
-            "accelerator": "cpu" if DRY_RUN else "gpu",
-            "devices": ranks,
-            "max_steps": STEPS,
-            "gradient_clip_val": 1.0,
-            "log_every_n_steps": 5,
-            "enable_checkpointing": False,
-            "default_root_dir": str(folder / "run"),
-            "strategy": {"class_path": "lit_fsdp.fsdp_strategy", "init_args": {"precision": "mixed", **strategy}},
-        },
-        "model": {
-            **{**model, "name": config, "tokenizer": str(folder), "miniature": DRY_RUN},
-            "optim": {"lr": 1e-5, "schedule": "constant"},
-        },
-        "data": {
-            "train": f"generated:{200 * packs * ranks}",
-            "packing": True,
-            "max_seq_length": LENGTH,
-            "micro_batch_size": packs,
-            "global_batch_size": packs * ranks,
-        },
-    }
+    trainer = {"accelerator": "cpu" if DRY_RUN else "gpu", "devices": ranks, "max_steps": STEPS, "log_every_n_steps": 5}
+    trainer |= {"gradient_clip_val": 1.0, "enable_checkpointing": False, "default_root_dir": str(folder / "run")}
+    arguments = {"precision": "mixed", **strategy}
+    trainer["strategy"] = {"class_path": "lit_fsdp.fsdp_strategy", "init_args": arguments}
+    optim = {"lr": 1e-5, "schedule": "constant"}
+    model = {**model, "name": config, "tokenizer": str(folder), "miniature": DRY_RUN, "optim": optim}
+    data = {"train": f"generated:{200 * packs * ranks}", "packing": True, "max_seq_length": LENGTH}
+    data |= {"micro_batch_size": packs, "global_batch_size": packs * ranks}
+    return {"trainer": trainer, "model": model, "data": data}
 
 
 def measure(name: str, folder: Path, devices: int) -> dict[str, Any] | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -31,9 +32,6 @@ def _alone() -> Iterator[None]:
     """The environment and the deterministic mode of a test are not left for the next one."""
     import torch
 
-    before = dict(os.environ)
-    os.environ.update(RANK="0", WORLD_SIZE="1")  # as the jobs of tests/dist are started
-    yield
-    os.environ.clear()
-    os.environ.update(before)
+    with mock.patch.dict(os.environ, RANK="0", WORLD_SIZE="1"):  # as the jobs of tests/dist are started
+        yield
     torch.use_deterministic_algorithms(False)

@@ -7,35 +7,114 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback, LightningDataModule, Trainer
+from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from lit_fsdp import Checkpoint
+from lit_fsdp.callbacks.throughput import Throughput
 from lit_fsdp.metrics.hardware import peak_flops
+from tests.dist.jobs import Losses, TinyData, module_for, trainer_for
+from tests.dist.reference import TINY, global_batch, loop, save_tiny, step_loss
 from tests.gpu.conftest import DRY_RUN
-from tests.gpu.runs import DEVICE, Batches, plain_losses, save_model, train
 from tests.runs import content
 
+DEVICE, ACCELERATOR = ("cpu", "cpu") if DRY_RUN else ("cuda", "gpu")
 ENGINES = ("fsdp2", "fsdp1")
 WIDE = {"hidden_size": 256, "intermediate_size": 512}  # what kernels of fp8 and FlexAttention ask for
-ONE_BILLION = {
-    "hidden_size": 2048,
-    "intermediate_size": 8192,
-    "num_hidden_layers": 16,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 4096,
-}
+ONE_BILLION = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32}
+ONE_BILLION |= {"num_key_value_heads": 8, "max_position_embeddings": 4096}
+NO_OFFLOAD = pytest.mark.skipif(DRY_RUN, reason="FSDP1 offloads from accelerators only")
 
 
-@pytest.mark.parametrize("engine", [*ENGINES, "ddp", "single"])
-def test_one_rank_over_nccl_is_the_plain_loop(tiny_model: Path, engine: str) -> None:
-    found = train(tiny_model, {"engine": engine, "precision": "fp32"})
+def save_model(folder: Path, **changes: Any) -> Path:
+    """The tiny model of other tests with these changes, as a folder."""
+    tiny = {name: value for name, value in TINY.to_dict().items() if name != "head_dim"}
+    return save_tiny(folder, LlamaConfig(**{**tiny, "hidden_size": 64, "intermediate_size": 128, **changes}))
+
+
+class Batches(LightningDataModule):
+    """One global batch of this shape per step."""
+
+    def __init__(self, rows: int, length: int) -> None:
+        super().__init__()
+        self.shape = (rows, length)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        batches = [global_batch(step, *self.shape) for step in range(20)]
+        return DataLoader(batches, batch_size=None, generator=torch.Generator())  # type: ignore[arg-type]
+
+
+class Peak(Callback):
+    """The largest allocation of the device after the first step, which makes the optimizer state; 0 on a CPU."""
+
+    num_bytes = 0
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        if torch.cuda.is_available():
+            if trainer.global_step == 1:
+                torch.cuda.reset_peak_memory_stats()
+            self.num_bytes = torch.cuda.max_memory_allocated()
+
+
+def train(
+    folder: Path,
+    strategy: dict[str, Any],
+    max_steps: int = 6,
+    data: LightningDataModule | None = None,
+    model: dict[str, Any] | None = None,
+    saving: Checkpoint | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """Losses, realized dtypes, logged metrics, backend and peak memory of a run in a process group of its own."""
+    torch.manual_seed(7)
+    losses, peak = Losses(), Peak()
+    options |= {"accelerator": ACCELERATOR, "log_every_n_steps": 1, "max_steps": max_steps}
+    trainer = trainer_for(strategy, [losses, peak, Throughput(), *([saving] if saving else [])], **options)
+    try:
+        trainer.fit(module_for(str(folder), model), datamodule=data or TinyData())
+        live: Any = trainer.strategy
+        return {
+            "losses": losses.values,
+            "realized": {what: set(found) for what, found in live.contract.report()["realized"].items()},
+            "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
+            "backend": torch.distributed.get_backend(),
+            "peak_bytes": peak.num_bytes,
+        }
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def plain_losses(folder: Path, steps: int = 6) -> list[float]:
+    """Losses of a plain fp32 PyTorch loop on the same batches, on the same device."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(DEVICE).train()
+
+    def loss_of(step: int) -> torch.Tensor:
+        return step_loss(model, {name: tensor.to(DEVICE) for name, tensor in global_batch(step).items()})
+
+    return loop(model, loss_of, steps)
+
+
+@pytest.mark.parametrize(
+    ("engine", "options"),
+    [
+        *((engine, {}) for engine in (*ENGINES, "ddp", "single")),
+        *((e, {"compile": True}) for e in ENGINES),
+        pytest.param("fsdp1", {"cpu_offload": True}, marks=NO_OFFLOAD),
+    ],
+)
+def test_one_rank_over_nccl_is_the_plain_loop(tiny_model: Path, engine: str, options: dict[str, Any]) -> None:
+    found = train(tiny_model, {"engine": engine, "precision": "fp32", **options}, gradient_clip_val=1e9)
     assert found["backend"] == ("gloo" if DRY_RUN else "nccl")
     assert found["losses"] == pytest.approx(plain_losses(tiny_model), rel=1e-4)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_each_precision(tiny_model: Path, engine: str) -> None:
-    """Dtypes read back, and losses near a plain fp32 loop; bf16 has 8 bits of mantissa."""
+    """Dtypes read back, and losses near a plain fp32 loop; bf16 has 8 bits of mantissa. A known peak gives an MFU."""
     wanted = plain_losses(tiny_model)
     for mode, param, compute, tolerance in (
         ("fp32", "fp32", "fp32", 1e-4),
@@ -48,6 +127,10 @@ def test_each_precision(tiny_model: Path, engine: str) -> None:
             assert found["realized"][what] == {param}, (mode, what)
         assert found["realized"]["gathered parameters in the forward"] == {compute}
         assert found["losses"] == pytest.approx(wanted, rel=tolerance), mode
+        if mode == "mixed":
+            known = DEVICE == "cuda" and peak_flops(torch.cuda.get_device_name(), "bf16") is not None
+            assert ("mfu" in found["metrics"]) == known
+            assert not known or 0 < found["metrics"]["mfu"] < 1
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -59,19 +142,6 @@ def test_fp8_follows_bf16(tmp_path: Path, engine: str) -> None:
     found = train(folder, {"engine": engine, "precision": "fp8"})
     assert found["realized"]["parameters after set-up"] == {"fp32"}
     assert found["losses"] == pytest.approx(plain_losses(folder), rel=0.1)
-
-
-@pytest.mark.skipif(DRY_RUN, reason="FSDP1 offloads from accelerators only")
-def test_fsdp1_keeps_the_state_on_the_host(tiny_model: Path) -> None:
-    strategy = {"engine": "fsdp1", "precision": "fp32", "cpu_offload": True}
-    found = train(tiny_model, strategy, gradient_clip_val=1e9)
-    assert found["losses"] == pytest.approx(plain_losses(tiny_model), rel=1e-4)
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_compiled_blocks_train_as_eager_ones(tiny_model: Path, engine: str) -> None:
-    strategy = {"engine": engine, "precision": "fp32", "compile": True}
-    assert train(tiny_model, strategy)["losses"] == pytest.approx(plain_losses(tiny_model), rel=1e-4)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -133,14 +203,3 @@ def test_a_save_in_the_background_has_the_same_bytes(tiny_model: Path, tmp_path:
         found.append((losses, tensors))
     assert {Path(name).parts[1] for name in found[0][1]} == {"step-00000002", "step-00000004", "step-00000006"}
     assert found[0] == found[1]
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_mfu_is_measured_against_the_peak_of_the_device(tiny_model: Path, engine: str) -> None:
-    found = train(tiny_model, {"engine": engine, "precision": "mixed"})["metrics"]
-    assert found["tokens_per_second"] > 0
-    known = DEVICE == "cuda" and peak_flops(torch.cuda.get_device_name(), "bf16") is not None
-    assert ("mfu" in found) == known
-    if known:
-        assert 0 < found["mfu"] < 1
-        assert found["peak_memory_gib"] * 2**30 < torch.cuda.get_device_properties(0).total_memory

@@ -58,19 +58,16 @@ class Cluster:
     def run(self, *words: str, timeout: float = 500) -> subprocess.CompletedProcess[str]:
         """A command of SLURM, or ``lit-fsdp``; its verb slurm in this process, which has imported everything."""
         if words[:2] == ("lit-fsdp", "slurm"):
-            return self._run_here(list(words[1:]))
+            from lit_fsdp.__main__ import main
+
+            out, err = io.StringIO(), io.StringIO()
+            patch = mock.patch.dict(os.environ, self.env, clear=True)
+            with patch, chdir(self.folder), redirect_stdout(out), redirect_stderr(err):
+                code = main(list(words[1:]))
+            return subprocess.CompletedProcess(words, code, out.getvalue(), err.getvalue())
         if words[0] == "lit-fsdp":  # others set loggers and handlers of their process
             words = (server().python, "-m", "lit_fsdp", *words[1:])
         return subprocess.run(words, env=self.env, cwd=self.folder, capture_output=True, text=True, timeout=timeout)
-
-    def _run_here(self, words: list[str]) -> subprocess.CompletedProcess[str]:
-        from lit_fsdp.__main__ import main
-
-        out, err = io.StringIO(), io.StringIO()
-        patch = mock.patch.dict(os.environ, self.env, clear=True)
-        with patch, chdir(self.folder), redirect_stdout(out), redirect_stderr(err):
-            code = main(words)
-        return subprocess.CompletedProcess(words, code, out.getvalue(), err.getvalue())
 
     def submit(self, recipe: Path, *flags: str) -> str:
         """The number of the job of a recipe."""
@@ -107,10 +104,6 @@ class Cluster:
     def wait_for_step(self, name: str, step: int, seconds: float = 600) -> None:
         """Until a run has logged a step."""
         self._wait(lambda: max(losses(self.folder / name), default=-1) >= step, f"{name} to log step {step}", seconds)
-
-    def wait_for(self, path: Path, seconds: float = 600) -> None:
-        """Until a file is there."""
-        self._wait(path.exists, str(path), seconds)
 
     def _wait(self, is_there: Callable[[], bool], what: str, seconds: float) -> None:
         deadline = time.monotonic() + seconds

@@ -1,8 +1,11 @@
-"""Preemption and time limits on a real SLURM, over and over: nothing is lost and nothing piles up."""
+"""Preemption, time limits, a node that goes and a rank that dies on a real SLURM: nothing is lost or piles up."""
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,10 +14,9 @@ from lit_fsdp.checkpoint.run_folder import checkpoints
 from tests.runs import losses, records, whole_steps
 from tests.slurm.conftest import ROOT, Cluster
 
-pytestmark = [
-    pytest.mark.timeout(1500),
-    pytest.mark.long("minutes each; the promise itself is in tests/spec, and signals by phase in tests/dist"),
-]
+pytestmark = pytest.mark.timeout(1500)
+LONG = pytest.mark.long("minutes each; the promise itself is in tests/spec, and signals by phase in tests/dist")
+TIMEOUT = 60  # of a collective, in seconds
 STEPS: dict[str, Any] = {"trainer": {"max_steps": 45}, "checkpoint": {"every_steps": 10, "keep_best": 0}}
 SLOW = {"command": [sys.executable, str(ROOT / "tests/dist/slow_phases.py")], "env": {"SLOW_PHASE": "step"}}
 """A ``slurm`` section whose steps take three seconds."""
@@ -28,6 +30,7 @@ def check_same(cluster: Cluster, stopped: str) -> None:
     assert logged == list(range(45))
 
 
+@LONG
 def test_ten_preemptions_in_a_row_lose_nothing(cluster: Cluster):
     number = cluster.submit(cluster.recipe("soak", **STEPS, slurm={**SLOW, "max_requeues": 10}))
     rolling = []
@@ -44,9 +47,60 @@ def test_ten_preemptions_in_a_row_lose_nothing(cluster: Cluster):
     assert (len(found), found[-1]) == (2, 45)
 
 
+@LONG
 def test_a_job_longer_than_its_time_limit_goes_on_by_itself_until_it_is_done(cluster: Cluster):
     """Of two minutes each time, as in a rehearsal in a debug queue."""
     slurm = {**SLOW, "max_requeues": 30, "signal_lead_seconds": 31, "time": "2:00"}
     number = cluster.submit(cluster.recipe("limited", **STEPS, slurm=slurm))
     assert cluster.wait_until(number, "COMPLETED", restarts=1, seconds=1200)["TimeLimit"] == "00:02:00"
     check_same(cluster, "limited")
+
+
+def test_a_node_that_goes_down_costs_one_interval(cluster: Cluster):
+    number = cluster.submit(cluster.recipe("node", trainer={"max_steps": 60}, slurm=cluster.forked()))
+    cluster.wait_for_step("node", 12)
+    for state in ("DOWN", "DRAIN"):  # a node that is only down comes back by itself, as its slurmd lives
+        cluster.run("scontrol", "update", "NodeName=node2", f"State={state}", "Reason=test")
+    try:
+        cluster.wait_until(number, "PENDING", "CONFIGURING", seconds=450)
+    finally:
+        cluster.run("scontrol", "update", "NodeName=node2", "State=RESUME")
+    cluster.wait_until(number, "COMPLETED", restarts=1, seconds=450)
+    assert sorted(losses(cluster.folder / "node")) == list(range(60))
+
+
+def process_of(number: str, rank: int) -> int:
+    """The process of a rank: both nodes are on this host."""
+    for folder in (folder for folder in Path("/proc").iterdir() if folder.name.isdigit()):
+        try:
+            words = dict(word.split("=", 1) for word in (folder / "environ").read_text().split("\0") if "=" in word)
+            is_python = b"lit_fsdp\0fit" in (folder / "cmdline").read_bytes()
+        except (OSError, UnicodeDecodeError):
+            continue
+        if is_python and (words.get("SLURM_JOB_ID"), words.get("SLURM_PROCID")) == (number, str(rank)):
+            parent = (folder / "stat").read_text().rpartition(")")[2].split()[1]
+            if b"lit_fsdp\0fit" not in Path("/proc", parent, "cmdline").read_bytes():  # not a loader of a rank
+                return int(folder.name)
+    raise AssertionError(f"no rank {rank} of job {number}")
+
+
+@pytest.mark.long("a minute or more; ranks that die or hang are in tests/faults")
+def test_a_killed_rank_is_named_and_the_job_goes_on_and_fails_when_that_happens_at_once(cluster: Cluster):
+    strategy = {"class_path": "lit_fsdp.fsdp_strategy", "init_args": {"timeout_seconds": TIMEOUT, "precision": "fp32"}}
+    values = {"devices": 2, "max_steps": 4000, "strategy": strategy}
+    number = cluster.submit(cluster.recipe("killed", trainer=values, slurm={"max_requeues": 1}))
+    cluster.wait_for_step("killed", 12)
+    os.kill(process_of(number, 3), signal.SIGKILL)
+    cluster.wait_until(number, "RUNNING", restarts=1, seconds=TIMEOUT + 120)  # it waits for srun's KillWait alone
+    logs = cluster.folder / "killed" / "slurm"
+    said = (logs / f"{number}.rank-0.log").read_text(errors="replace")
+    assert "rank 0 (node1) lost contact: another rank failed, was killed" in said, said
+    job = (logs / f"{number}.log").read_text()
+    for line in ("task 3: Killed", "a rank was killed, stopped, hung or was cut off", "requeue 1 of 1"):
+        assert line in job
+    cluster.wait_for_step("killed", max(losses(cluster.folder / "killed")) + 1)
+    os.kill(process_of(number, 3), signal.SIGKILL)  # nothing newer was saved since this start
+    assert cluster.wait_until(number, "FAILED", seconds=60)["Restarts"] == "1"
+    assert "no checkpoint was made since this start" in (logs / f"{number}.log").read_text()
+    found = losses(cluster.folder / "killed")
+    assert sorted(found) == list(range(max(found) + 1))

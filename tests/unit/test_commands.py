@@ -1,4 +1,4 @@
-"""The verbs, their words and their exit codes, in this process."""
+"""The verbs and their words, in this process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lit_fsdp import __main__, commands
 from lit_fsdp.checkpoint.run_folder import Resume, find_resume
 from lit_fsdp.checkpoint.store import save_checkpoint
 from lit_fsdp.config.run import CheckpointConfig
-from lit_fsdp.errors import CheckpointError, ConfigError, ContractError, DataError
+from lit_fsdp.errors import ConfigError
 
 
 def refused(*words: str) -> ConfigError:
@@ -56,7 +56,7 @@ def test_who_refuses_a_used_run_folder(tmp_path, monkeypatch):
         found(None, "used")
 
 
-def test_flags_are_never_abbreviated():
+def test_flags_are_never_abbreviated_and_their_values_are_checked(tmp_path, capsys):
     for words, field, fix in (
         (["export", "--checkpoint", "x"], "lit-fsdp export --checkpoint", "write --ckpt"),
         (["export", "--outt=x"], "lit-fsdp export --outt", "write --out"),
@@ -64,38 +64,12 @@ def test_flags_are_never_abbreviated():
     ):
         error = refused(*words)
         assert (error.field, error.fix) == (field, fix)
-
-
-def test_values_of_flags_are_checked(tmp_path, capsys):
     assert "'fp8'" in refused("export", "--ckpt", "x", "--out", "y", "--dtype", "fp8").given
     assert "--out" in refused("export", "--ckpt", "x").given
     assert refused("export", "--ckpt", "x", "--out", "y", "extra").field.startswith("lit-fsdp export")
     allowed = refused("generate", "--model", str(tmp_path), "--prompt", "x").allowed
     assert allowed == "a model folder with config.json, or an adapter's with adapter_config.json"
     assert capsys.readouterr() == ("", "")
-
-
-def test_exit_codes(monkeypatch, capsys):
-    for error, code, said in (
-        (ConfigError("a.b", 1, "2", "write 2"), 2, "error: a.b: got 1\n  allowed: 2\n  fix:     write 2\n"),
-        (CheckpointError("no"), 1, "error: no\n"),
-        (DataError("rows.jsonl:3: no"), 1, "error: rows.jsonl:3: no\n"),
-        (ContractError("bf16"), 1, "error: bf16\n"),
-        (KeyboardInterrupt(), 130, "error: interrupted\n"),
-        (RuntimeError("ours"), 1, "RuntimeError: ours\n"),  # behind its traceback
-    ):
-        monkeypatch.setattr(__main__, "run", lambda argv, error=error: (_ for _ in ()).throw(error))
-        assert __main__.main(["fit"]) == code
-        out, err = capsys.readouterr()
-        assert out == ""
-        assert err.endswith(said)
-        assert ("Traceback" in err) == (type(error) is RuntimeError)
-
-
-def test_another_rank_says_which_it_is(monkeypatch, capsys):
-    monkeypatch.setenv("RANK", "3")
-    assert __main__.main(["nonsense"]) == 2
-    assert capsys.readouterr().err.startswith("[rank 3] error: command line: got nonsense")
 
 
 def test_who_reads_the_output_may_have_enough(monkeypatch, capsys):

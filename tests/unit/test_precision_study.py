@@ -1,28 +1,14 @@
-"""The pieces of recipes/precision_study.py on a tiny model: exact counts, the table, a picture with something in it."""
+"""What recipes/precision_study.py counts on a tiny model is exact."""
 
 from __future__ import annotations
 
-import importlib.util
+import runpy
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(scope="module")
-def study() -> ModuleType:
-    """The script, imported as it is when run from recipes/."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "recipes"))
-        spec = importlib.util.spec_from_file_location("precision_study", ROOT / "recipes/precision_study.py")
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    return module
 
 
 def stepped(dtype: torch.dtype, rate: float) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -36,7 +22,9 @@ def stepped(dtype: torch.dtype, rate: float) -> tuple[list[torch.Tensor], list[t
     return before, [param.detach() for param in model.parameters()]
 
 
-def test_updates_below_half_a_spacing_vanish(study: ModuleType) -> None:
+def test_updates_below_half_a_spacing_vanish(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "recipes"))  # as when it is run from there
+    count_unchanged = runpy.run_path(str(ROOT / "recipes/precision_study.py"))["count_unchanged"]
     for dtype, rate, unchanged in (
         (torch.bfloat16, 1e-4, 4),  # half the spacing below 1 is 2**-9: too little for the ones, not for the others
         (torch.bfloat16, 2.0**-8, 0),
@@ -44,4 +32,4 @@ def test_updates_below_half_a_spacing_vanish(study: ModuleType) -> None:
         (torch.float32, 1e-4, 0),
         (torch.float32, 1e-8, 4),  # fp32 has an end too
     ):
-        assert study.count_unchanged(*stepped(dtype, rate)) == (unchanged, 8)
+        assert count_unchanged(*stepped(dtype, rate)) == (unchanged, 8)

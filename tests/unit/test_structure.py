@@ -35,11 +35,8 @@ def tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
-def module_name(path: Path) -> str:
-    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-
-
-MODULES = {module_name(path): path for path in sorted((ROOT / "lit_fsdp").rglob("*.py"))}
+FILES = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in (ROOT / "lit_fsdp").rglob("*.py")}
+MODULES = {name.removesuffix(".__init__"): path for name, path in sorted(FILES.items())}
 
 
 @functools.cache

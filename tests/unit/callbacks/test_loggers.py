@@ -56,14 +56,17 @@ class _Counting(BoringModel):
         self.log("val", float(self.trainer.global_step))
 
 
+def trainer_with(logger: Any, callbacks: list[Any], max_steps: int, **options: Any) -> Trainer:
+    switched_off = ("enable_checkpointing", "enable_progress_bar", "enable_model_summary", "limit_val_batches")
+    fixed = {**dict.fromkeys(switched_off, 0), "accelerator": "cpu", "num_sanity_val_steps": 0, "log_every_n_steps": 1}
+    return Trainer(**{**fixed, **options}, logger=logger, callbacks=callbacks, max_steps=max_steps)
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_a_validation_inside_an_accumulation_stands_in_the_row_of_the_step_before(tmp_path: Path):
     logger = RunCSVLogger(tmp_path)
-    switched_off = ("enable_checkpointing", "enable_progress_bar", "enable_model_summary", "num_sanity_val_steps")
-    options: dict[str, Any] = {"accelerator": "cpu", "logger": logger, "callbacks": [logger]}
-    options |= {"max_steps": 3, "accumulate_grad_batches": 4, "val_check_interval": 6, "limit_val_batches": 1}
-    trainer = Trainer(**options, **dict.fromkeys(switched_off, 0), log_every_n_steps=1)
-    trainer.fit(_Counting())
+    options = {"accumulate_grad_batches": 4, "val_check_interval": 6, "limit_val_batches": 1}
+    trainer_with(logger, [logger], 3, **options).fit(_Counting())
     found = [(row["step"], row["train"], row.get("val")) for row in rows(tmp_path)]
     assert found == [("0", "0.0", "1.0"), ("1", "1.0", None), ("2", "2.0", "3.0")]
 
@@ -78,23 +81,18 @@ class _KilledAfterTheSave(ModelCheckpoint):
 @pytest.mark.filterwarnings("ignore")
 def test_the_row_of_a_step_is_there_before_its_checkpoint(tmp_path: Path):
     """Lightning logs after the callbacks; a run that goes on from step 2 begins with the row behind it."""
-    options: dict[str, Any] = {"accelerator": "cpu", "enable_progress_bar": False, "enable_model_summary": False}
     saved = _KilledAfterTheSave(tmp_path, every_n_train_steps=1)
     logger = RunCSVLogger(tmp_path)
     with pytest.raises(InterruptedError):
-        Trainer(
-            **options, callbacks=[logger, saved], logger=logger, log_every_n_steps=1, max_steps=3, limit_val_batches=0
-        ).fit(_Counting())
+        trainer_with(logger, [logger, saved], 3, enable_checkpointing=True).fit(_Counting())
     assert [(row["step"], row["train"]) for row in rows(tmp_path)] == [("0", "0.0"), ("1", "1.0")]
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_tensorboard_goes_on_and_hides_what_a_killed_run_had_logged_beyond_its_checkpoint(tmp_path: Path):
-    options: dict[str, Any] = {"accelerator": "cpu", "enable_progress_bar": False, "enable_model_summary": False}
-    options |= {"enable_checkpointing": False, "max_steps": 1, "limit_val_batches": 0, "default_root_dir": tmp_path}
     own = RunCSVLogger(tmp_path)
     loggers = [CSVLogger(tmp_path), TensorBoardLogger(tmp_path, version=3), TensorBoardLogger(tmp_path, version=4), own]
-    Trainer(**options, callbacks=[own], logger=loggers).fit(_Counting())
+    trainer_with(loggers, [own], 1, default_root_dir=tmp_path).fit(_Counting())
     given = [Namespace(version=None, purge_step=None), Namespace(version=5, purge_step=7)]  # one says where
     boards = [Namespace(class_path="lightning.pytorch.loggers.TensorBoardLogger", init_args=one) for one in given]
     plain = Namespace(class_path="lightning.pytorch.loggers.CSVLogger", init_args=Namespace())

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,34 +21,27 @@ from lit_fsdp.parallel.activation import prepare_blocks
 class Run:
     """A trainer whose steps take as long as they are told to."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, every: int = 1) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
         monkeypatch.setattr(throughput.time, "perf_counter", lambda: self.now)
         monkeypatch.setattr(throughput, "peak_device_bytes", lambda device: 3 * 2**29)
         monkeypatch.setattr(throughput, "peak_reserved_bytes", lambda device: None)
         self.logged: list[dict[str, float]] = []
-        self.trainer: Any = SimpleNamespace(
-            global_step=0,
-            log_every_n_steps=every,
-            strategy=SimpleNamespace(root_device=torch.device("cpu")),
-            is_global_zero=True,
-        )
+        strategy = SimpleNamespace(root_device=torch.device("cpu"))
+        plan = {"global_step": 0, "log_every_n_steps": 1, "is_global_zero": True}
+        self.trainer: Any = SimpleNamespace(strategy=strategy, **plan)
         self.module: Any = SimpleNamespace(log_dict=self.logged.append)
         self.callback = Throughput()
         self.callback.on_train_start(self.trainer, self.module)
 
-    def step(self, seconds: float, tokens: int = 0, wait: float = 0.0, micro_batches: int = 1) -> None:
+    def step(self, seconds: float, tokens: int = 0, wait: float = 0.0) -> None:
         """One optimizer step: supervised a quarter of the tokens, samples a tenth, a fifth of the places empty."""
-        for index in range(micro_batches):
-            self.now += wait
-            self.callback.on_train_batch_start(self.trainer, self.module, None, index)
-            self.now += seconds / micro_batches
-            if index == micro_batches - 1:
-                self.trainer.global_step += 1
-                self.module.step_totals = torch.tensor(
-                    [tokens / 4, 1.0, tokens, tokens / 10, tokens * 1.25, tokens**2, 0, 0]
-                )
-            self.callback.on_train_batch_end(self.trainer, self.module, None, None, index)
+        self.now += wait
+        self.callback.on_train_batch_start(self.trainer, self.module, None, 0)
+        self.now += seconds
+        self.trainer.global_step += 1
+        self.module.step_totals = torch.tensor([tokens / 4, 1.0, tokens, tokens / 10, tokens * 1.25, tokens**2, 0, 0])
+        self.callback.on_train_batch_end(self.trainer, self.module, None, None, 0)
 
 
 def test_the_first_step_does_not_count_and_waiting_for_data_does(monkeypatch: pytest.MonkeyPatch):
@@ -56,17 +49,9 @@ def test_the_first_step_does_not_count_and_waiting_for_data_does(monkeypatch: py
     run.step(seconds=50, tokens=1000)
     assert run.logged == []
     run.step(seconds=3, wait=1, tokens=800)
-    assert run.logged == [
-        {
-            "tokens_per_second": 200.0,
-            "supervised_tokens_per_second": 50.0,
-            "samples_per_second": 20.0,
-            "step_seconds": 4.0,
-            "padding_share": pytest.approx(0.2),
-            "data_wait_share": 0.25,
-            "peak_memory_gib": 1.5,
-        }
-    ]
+    rates = {"tokens_per_second": 200.0, "supervised_tokens_per_second": 50.0, "samples_per_second": 20.0}
+    shares = {"padding_share": pytest.approx(0.2), "data_wait_share": 0.25}
+    assert run.logged == [{**rates, **shares, "step_seconds": 4.0, "peak_memory_gib": 1.5}]
 
 
 def test_validation_and_saving_do_not_count(monkeypatch: pytest.MonkeyPatch):
@@ -103,22 +88,15 @@ class Module(nn.Module):
         return self
 
 
-Meter = Callable[..., tuple[FlopMeter, str]]
-
-
-@pytest.fixture
-def meter(monkeypatch: pytest.MonkeyPatch) -> Meter:
-    def make(module: Any, device: str, name: str, precision: str = "bf16-mixed") -> tuple[FlopMeter, str]:
-        monkeypatch.setattr(throughput.torch.cuda, "get_device_name", lambda device: name)
-        made, strategy = FlopMeter(), SimpleNamespace(root_device=torch.device(device))
-        made.read_shapes(module)
-        trainer: Any = SimpleNamespace(strategy=strategy, world_size=2, precision=precision)
+def meter(module: Any, device: str, name: str, precision: str = "bf16-mixed") -> tuple[FlopMeter, str]:
+    made, strategy = FlopMeter(), SimpleNamespace(root_device=torch.device(device))
+    made.read_shapes(module)
+    trainer: Any = SimpleNamespace(strategy=strategy, world_size=2, precision=precision)
+    with mock.patch.object(torch.cuda, "get_device_name", return_value=name):
         return made, made.read_device(trainer, module)
 
-    return make
 
-
-def test_shares_of_the_peak_of_all_ranks(meter: Meter, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shares_of_the_peak_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     module = Module()
     formula = flop_formula(module.model)
     found, said = meter(module, "cuda", "NVIDIA H200")
@@ -142,7 +120,7 @@ def test_shares_of_the_peak_of_all_ranks(meter: Meter, monkeypatch: pytest.Monke
     assert recomputing["hfu"] / rates["hfu"] == pytest.approx(1 + again / formula.train_flops(COUNTS))
 
 
-def test_no_made_up_share(meter: Meter, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_made_up_share(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a peak that is unknown, of what the compiler chooses to recompute, of somebody else's module."""
     for device, name, shown in (("cpu", "", "CPU"), ("cuda", "Some GPU", "Some GPU")):
         found, said = meter(Module(), device, name)

@@ -18,12 +18,15 @@ RATES = {"1-1-1": "100", "1-2-1": "150", "2-1-1": "200", "1-1-2": "120", "1-2-2"
 
 
 def test_rates_and_scaling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    """Efficiency is of each rank: 165 / 2 of 110; a combination that fails is not repeated but by the next command."""
+    """Efficiency is of each rank: 165 / 2 of 110; the next command repeats what failed or was interrupted, no more."""
     monkeypatch.chdir(tmp_path)
-    asked = []
+    asked, interrupted = [], {"1-2-1"}
 
     def run_fit(folder: Path, words: list[str]) -> str:
         asked.append(folder.name)
+        if folder.name in interrupted:
+            interrupted.clear()
+            raise KeyboardInterrupt
         if folder.name not in RATES:
             return "exit code 1: error: no\nroom"
         folder.mkdir()
@@ -31,7 +34,10 @@ def test_rates_and_scaling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
         return ""
 
     monkeypatch.setattr(bench, "run_fit", run_fit)
-    for expected in ("1-1-1 1-2-1 2-1-1 2-2-1 1-1-2 1-2-2 2-1-2".split(), ["2-2-1"]):
+    with pytest.raises(KeyboardInterrupt):
+        commands.run([*WORDS, *VARY])
+    asked.clear()
+    for expected in ("1-2-1 2-1-1 2-2-1 1-1-2 1-2-2 2-1-2".split(), ["2-2-1"]):
         assert commands.run([*WORDS, *VARY]) == 1
         assert asked == expected
         asked.clear()

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from lit_fsdp.config.data import accumulation_steps
-from lit_fsdp.config.model import ModelConfig, OptimConfig, PreferenceModelConfig
-from lit_fsdp.config.parser import build, lightning_keys, load_recipe, read_command_line, say_once
+from lit_fsdp.config.model import ModelConfig, OptimConfig, PreferenceModelConfig, schedule_factor
+from lit_fsdp.config.parser import build, load_recipe, read_command_line, say_once
 from lit_fsdp.config.run import FACTORY
 from lit_fsdp.errors import ConfigError
 from tests.runs import check_recipe
@@ -62,14 +62,6 @@ def test_values_arrive_as_written(load: Any) -> None:
     for found in (load(more=text), load("--trainer.max_time", "10:00:00:00", "--data.cache_dir", "007", more="{}")):
         assert (found.run.trainer["max_time"], found.run.data.cache_dir) == ("10:00:00:00", "007")
     assert (load(more=text).run.slurm.time, load(more=text).run.data.val) == ("12:00:00", "2024-01-01")
-
-
-def test_the_keys_of_lightnings_trainer_are_read_from_its_source() -> None:
-    import inspect
-
-    from lightning.pytorch import Trainer
-
-    assert lightning_keys() == list(inspect.signature(Trainer).parameters)
 
 
 def test_words_of_lightning(load: Any) -> None:
@@ -140,10 +132,8 @@ def test_python_callers_are_told_the_same() -> None:
     assert build(ModelConfig, {"optim": made.optim}, "model").optim == made.optim
     assert refused(build, ModelConfig, {"optim": {"lrr": 1}}, "model").fix == "write model.optim.lr"
     assert refused(build, ModelConfig, {"learning_rate": 1}, "model").fix == "write model.optim.lr"
-    assert (
-        check_recipe({"trainer": {"max_steps": 1}, "model": {"name": "x"}, "data": {"train": "r"}}, "fit").num_nodes
-        == 1
-    )
+    recipe = {"trainer": {"max_steps": 1}, "model": {"name": "x"}, "data": {"train": "r"}}
+    assert check_recipe(recipe, "fit").num_nodes == 1
 
 
 def test_paths_are_expanded_once(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,15 +215,20 @@ def test_the_section_is_read_wherever_its_class_is_named(tmp_path: Path):
     assert type(load_recipe(["--model.name", "x", *WORDS], "fit").run.model) is ModelConfig
 
 
-def test_wrong_keys_and_streams_without_a_base_are_refused_with_what_to_write():
-    named = ["--model=lit_fsdp.PreferenceModule", "--model.name", "x", *WORDS]
-    for words, field, fix in [
-        ([*named, "--model.preference.betta", "1"], "model.preference.betta", "write model.preference.beta"),
-        ([*named, "--model.preference.loss", "kto"], "model.preference.loss", ""),
-        ([*named, "--data.streaming", "true"], "data.streaming", "train adapters"),
-        (["--model.name", "x", "--model.preference.beta", "1", *WORDS], "model.preference.beta", "PreferenceModule"),
-    ]:
-        error = refused(load_recipe, words, "fit")
-        assert (error.field, fix in error.fix) == (field, True)
-    load_recipe([*named, "--data.streaming", "true", "--model.lora.r", "4"], "fit")
-    load_recipe([*named, "--data.streaming", "true", "--model.preference.loss", "orpo"], "fit")
+def test_pairs_are_streamed_where_there_is_a_base_or_none_is_needed():
+    named = ["--model=lit_fsdp.PreferenceModule", "--model.name", "x", *WORDS, "--data.streaming", "true"]
+    assert "train adapters" in refused(load_recipe, named, "fit").fix
+    load_recipe([*named, "--model.lora.r", "4"], "fit")
+    load_recipe([*named, "--model.preference.loss", "orpo"], "fit")
+
+
+def test_wsd_warms_up_stays_and_falls_at_the_end():
+    steps = (1, 4, 79, 80, 90, 100, 120)
+    for decay, factors in (
+        (0.2, [0.5, 1.0, 1.0, 1.0, 0.55, 0.1, 0.1]),
+        (0.1, [0.5, 1.0, 1.0, 1.0, 1.0, 0.1, 0.1]),  # the last tenth: step 95 is half-way
+        (0.96, [0.5, 1.0, 1 - 0.9 * 75 / 96, 1 - 0.9 * 76 / 96, 1 - 0.9 * 86 / 96, 0.1, 0.1]),
+    ):
+        optim = OptimConfig(schedule="wsd", warmup_steps=4, min_lr_ratio=0.1, decay_ratio=decay)
+        assert [schedule_factor(optim, step, 100) for step in steps] == pytest.approx(factors)
+    assert schedule_factor(OptimConfig(schedule="wsd"), 95, 100) == pytest.approx(0.5)

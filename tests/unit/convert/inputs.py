@@ -30,8 +30,3 @@ def convert(kind: str, given: dict[str, Any], ranks: int | None = None, num_node
 def strategy(found: Conversion) -> dict[str, Any]:
     """Its arguments with the defaults; the conversion has checked them."""
     return {**dataclasses.asdict(StrategyConfig()), **found.recipe["trainer"]["strategy"]["init_args"]}
-
-
-def said(found: Conversion) -> dict[str, str]:
-    """The last line of each key."""
-    return {fate.key: fate.text for fate in found.fates}

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import importlib.metadata
-import os
-import shutil
-from collections import namedtuple
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from lit_fsdp.host import GIB
 from lit_fsdp.launch import doctor
 from lit_fsdp.launch.doctor import Row, Wanted
 
@@ -20,7 +16,6 @@ H100 = {"name": "NVIDIA H100", "gib": 80.0}
 GPUS: dict[str, Any] = {"build": "CUDA 12.8", "why_not": "", "device_files": 2, "gpus": [H100, H100], "driver": "570"}
 GPUS["nccl"] = "2.27.5"
 NONE = {**GPUS, "gpus": [], "device_files": 0, "why_not": "no NVIDIA driver", "nccl": None}
-Usage = namedtuple("Usage", "total used free")
 
 
 def grades(rows: list[Row]) -> dict[str, str]:
@@ -57,16 +52,3 @@ def test_devices_are_held_against_the_recipe() -> None:
     ):
         wanted = Wanted(run_folder=Path(), **asked)
         assert grades(doctor.judge_devices(facts, wanted, processes)) == expected
-
-
-def test_room_is_held_against_what_is_kept_at_a_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for free, num_bytes, count, expected in (
-        (5 * GIB, None, 0, "ok"),
-        (5 * GIB, GIB, 4, "ok"),
-        (3 * GIB, GIB, 4, "fail"),
-        (5 * GIB, None, 4, "warn"),
-    ):
-        monkeypatch.setattr(shutil, "disk_usage", lambda folder, free=free: Usage(9 * GIB, 0, free))
-        wanted = Wanted(run_folder=tmp_path / "a" / "b", checkpoint_bytes=num_bytes, num_checkpoints=count)
-        assert doctor.judge_disk(wanted).grade == expected
-    assert os.listdir(tmp_path) == []

@@ -11,7 +11,6 @@ import pytest
 
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.launch.launcher import adopt_step, check_launch
-from lit_fsdp.launch.ranks import RANKS
 
 
 def torchrun(local: int, world: int, **more: str) -> dict[str, str]:
@@ -34,7 +33,7 @@ def step(tasks_per_node: str, **more: str) -> dict[str, str]:
     return {**found, "SLURM_NTASKS_PER_NODE": "2", "SLURM_JOB_NAME": "interactive", "SLURM_NNODES": nodes, **more}
 
 
-BY_HAND = {"MASTER_ADDR": "a", "MASTER_PORT": "1", "NODE_RANK": "1"}
+FOUR = {"devices": 2, "num_nodes": 2}
 
 
 def test_right():
@@ -43,11 +42,11 @@ def test_right():
         ({"devices": 4}, torchrun(4, 4)),
         ({"devices": "4", "num_nodes": 2}, torchrun(4, 8)),
         ({"devices": 2}, {**step("2(x2)"), **torchrun(2, 2), "SLURM_STEP_NUM_TASKS": "1"}),
-        ({"devices": 2, "num_nodes": 2}, {**step("2(x2)"), **torchrun(2, 4), "SLURM_STEP_NUM_TASKS": "2"}),
-        ({"devices": 2, "num_nodes": 2}, step("2(x2)")),
+        (FOUR, {**step("2(x2)"), **torchrun(2, 4), "SLURM_STEP_NUM_TASKS": "2"}),
+        (FOUR, step("2(x2)")),
         ({"devices": 1, "num_nodes": 2}, step("1(x2)", SLURM_DISTRIBUTION="cyclic")),
         *(({"devices": 2}, environment) for environment in (batch(), batch(1), step("1"), step("2"))),
-        ({"devices": 2, "num_nodes": 2}, BY_HAND),
+        (FOUR, {"MASTER_ADDR": "a", "MASTER_PORT": "1", "NODE_RANK": "1"}),
     ):
         adopt_step(environment)
         assert check_launch(trainer, environment) is None  # nothing is raised
@@ -61,17 +60,12 @@ def test_wrong():
         ({"devices": 4, "num_nodes": 3}, torchrun(4, 8), "trainer.num_nodes", "--nnodes 3"),
         ({"devices": 2}, torchrun(2, 2, SLURM_STEP_NUM_TASKS="2"), "command line", "without torchrun"),
         ({"devices": 2}, step("2(x2)"), "trainer.num_nodes", "num_nodes: 2"),
-        ({"devices": 2, "num_nodes": 2}, step("1(x2)"), "trainer.devices", "--ntasks-per-node=2"),
+        (FOUR, step("1(x2)"), "trainer.devices", "--ntasks-per-node=2"),
         ({"devices": 4}, batch(4), "command line", "srun lit-fsdp fit ..., and #SBATCH --signal=USR1@120"),
-        ({"devices": 2, "num_nodes": 2}, {}, "trainer.num_nodes", "torchrun --nnodes 2"),
+        (FOUR, {}, "trainer.num_nodes", "torchrun --nnodes 2"),
         ({"num_nodes": 2}, {"MASTER_ADDR": "a", "NODE_RANK": "0"}, "trainer.num_nodes", "on each node"),
         ({"num_nodes": 2}, step("2,1"), "SLURM_STEP_TASKS_PER_NODE", "--ntasks-per-node=1"),
-        (
-            {"devices": 2, "num_nodes": 2},
-            step("2(x2)", SLURM_DISTRIBUTION="cyclic:block"),
-            "SLURM_DISTRIBUTION",
-            "--distribution=block",
-        ),
+        (FOUR, step("2(x2)", SLURM_DISTRIBUTION="cyclic:block"), "SLURM_DISTRIBUTION", "--distribution=block"),
     ):
         adopt_step(environment)
         with pytest.raises(ConfigError) as caught:
@@ -152,19 +146,3 @@ def test_ranks_wait_until_the_first_one_is_ready_and_what_one_meets_ends_the_run
         if case == "all well":
             assert (said[0], sorted(said[1:])) == ("prepared", [f"met {rank} 3 127.0.0.1" for rank in range(3)])
         assert case != "all fail" or not any("[rank" in line for line in errors)  # what all meet is said once
-
-
-def test_none_are_started_where_their_number_is_not_known_or_another_starts_them(monkeypatch):
-    for trainer, environment in (
-        ({"devices": 1}, {}),
-        ({"devices": "auto"}, {}),
-        ({"devices": 2, "num_nodes": 2}, {}),
-        ({"devices": 2}, {"LOCAL_RANK": "0", "WORLD_SIZE": "2"}),
-        ({"devices": 2}, {"SLURM_NTASKS": "2", "SLURM_JOB_NAME": "train"}),
-    ):
-        with monkeypatch.context() as patch:
-            for name, value in environment.items():
-                patch.setenv(name, value)
-            RANKS.start(trainer)
-            assert RANKS.children == []
-            assert environment or "LOCAL_RANK" not in os.environ

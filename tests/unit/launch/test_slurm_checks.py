@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from lit_fsdp.checkpoint.store import save_checkpoint
 from lit_fsdp.config.slurm import SlurmConfig, time_seconds
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.host import GIB
@@ -45,19 +44,6 @@ def test_lines_of_ones_own_in_the_script(tmp_path: Path):
         errors, warnings = check_job(job, run, 2**20, None)
         assert (len(errors), error in str(errors)) == (bool(error), True), line
         assert (len(warnings), warning in str(warnings)) == (bool(warning), True), line
-
-
-def test_a_used_run_folder_is_resumed_or_refused(tmp_path: Path):
-    save_checkpoint(tmp_path / "used/checkpoints/step-00000001", {}, {}, {"global_step": 1}, "full")
-    for folder, word, says in (
-        ("used", None, "which holds 1 checkpoint(s)"),
-        ("used", "last", ""),
-        ("new", "last", "last"),
-        ("new", "/no/such/step", "/no/such/step"),
-    ):
-        job, run = planned(ENOUGH, word, trainer={"default_root_dir": str(tmp_path / folder)})
-        errors, _ = check_job(job, run, 2**20, None)
-        assert ("".join(map(str, errors)) != "", says in str(errors)) == (bool(says), True), (folder, word)
 
 
 def test_job_and_trainer_agree():

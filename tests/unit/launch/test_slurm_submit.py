@@ -8,7 +8,8 @@ import pytest
 import yaml
 
 from lit_fsdp.__main__ import main
-from tests.unit.launch.conftest import FakeSlurm, recipe
+from lit_fsdp.checkpoint.store import save_checkpoint
+from tests.unit.launch.conftest import FakeSlurm
 
 
 def slurm_command(verb: str, *words: str) -> int:
@@ -44,18 +45,10 @@ def test_render_prints_the_script_whatever_it_finds_and_submit_refuses_unless_fo
     assert slurm.words("sbatch") is None
     assert slurm_command("submit", *wrong, "--force") == 0
     assert capsys.readouterr().out == "4711\n"
-
-
-def test_flags_are_the_size_of_job_and_trainer(slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]):
-    assert slurm_command("render", "--nodes", "4", "--gpus-per-node", "4", "--data.global_batch_size", "64") == 0
-    out = capsys.readouterr().out
-    assert "#SBATCH --nodes=4\n#SBATCH --ntasks-per-node=4\n#SBATCH --gpus-per-node=4\n" in out
-    values = recipe({"nodes": 2, "gpus_per_node": 4}, {"default_root_dir": None, "num_nodes": None, "devices": "auto"})
-    Path("r.yaml").write_text(yaml.safe_dump(values))  # as a fragment for a cluster says it for any recipe
-    assert slurm_command("render") == 0
-    out = capsys.readouterr().out
-    assert "#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=4\n" in out
-    assert f"run={Path('runs/r').absolute()}\n" in out
+    save_checkpoint(Path("run/checkpoints/step-00000001"), {}, {}, {"global_step": 1}, "full")
+    assert slurm_command("submit") == 1
+    assert "which holds 1 checkpoint(s)" in capsys.readouterr().err
+    assert slurm_command("submit", "--ckpt_path", "last") == 0
 
 
 def test_what_sbatch_says(slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]):
