@@ -16,6 +16,7 @@ from lit_fsdp.checkpoint import files as disk
 from lit_fsdp.checkpoint.run_folder import checkpoints
 from lit_fsdp.errors import CheckpointError
 from lit_fsdp.signals import SignalFlags
+from tests.dist.foreign_jobs import ForeignNet, StepLosses, loader
 from tests.dist.jobs import Losses, TinyData, TinyDataWithValidation, digest, module_for, trainer_for
 
 STEPS = 9
@@ -56,25 +57,27 @@ def train_async(
     fault: str = "",
     keep_last: int = -1,
     more_steps: int | None = None,
+    foreign: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
-    """Nine steps with a save every third one; what was seen on the way, and how it ended."""
+    """Nine steps with a save every third one, of somebody else's module too; what was seen, and how it ended."""
     rank = int(os.environ["RANK"])
     torch.manual_seed(7)
-    losses, watch = Losses(), Watch(fault, rank)
+    losses, watch = StepLosses() if foreign else Losses(), Watch(fault, rank)
     saving = Checkpoint(every_steps=EVERY, keep_last=keep_last, async_save=async_save)
     callbacks: list[Callback] = [watch, StopOnSignal(watch.flags), losses, saving]
     steps = options.pop("steps", STEPS)
     trainer = trainer_for(strategy, callbacks, max_steps=steps, default_root_dir=run, **options)
-    module = module_for(folder, warmup_steps=8)
+    module = ForeignNet() if foreign else module_for(folder, warmup_steps=8)
     data = TinyDataWithValidation() if "val_check_interval" in options else TinyData()
+    rows: dict[str, Any] = {"train_dataloaders": loader(range(STEPS))} if foreign else {"datamodule": data}
     found: dict[str, Any] = {"error": ""}
     _hurt(fault, rank, Path(run))
     try:
-        trainer.fit(module, datamodule=data)
+        trainer.fit(module, **rows)
         if more_steps:
             trainer.fit_loop.epoch_loop.max_steps = more_steps  # a second fit of the same Trainer goes on
-            trainer.fit(module, datamodule=data)
+            trainer.fit(module, **rows)
     except (CheckpointError, ValueError, StopRequested, RuntimeError) as error:
         found["error"] = f"{type(error).__name__}: {error}"
     return {

@@ -26,6 +26,7 @@ def contents(run: Path) -> dict[str, Any]:
         ({"engine": "fsdp2", "sharding": "hybrid_shard", "replicate_degree": 2, "shard_degree": 2}, 4, {}),
         ({"engine": "fsdp2", "state_dict": "full", "precision": "low_precision"}, 2, {}),
         ({"engine": "ddp"}, 2, {"more_steps": 12}),
+        ({"engine": "fsdp2"}, 2, {"foreign": True}),
         ({"engine": "single", "state_dict": "full"}, 1, {"val_check_interval": 3}),
     ],
     ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else str(value),

@@ -39,6 +39,8 @@ def test_a_preempted_job_goes_on(cluster: Cluster) -> None:  # noqa: F811
     cluster.signal(second)
     run("fit", "--config", whole, "--trainer.num_nodes", "1", "--trainer.devices", "4", ranks=4)
     state = cluster.wait_until(second, "COMPLETED")
-    assert (state["Restarts"], state["ExitCode"]) == ("1", "0:0")
+    assert (state["Restarts"], state["ExitCode"], state["NodeList"]) == ("1", "0:0", "node[1-2]")
     assert losses(cluster.folder / ODD) == losses(cluster.folder / "whole")
+    saved = cluster.folder / ODD / "checkpoints" / "step-00000020"
+    run("export", "--ckpt", saved, "--out", cluster.folder / "model", "--verify")
     assert not list(Path.home().glob("pwned")) + list(cluster.folder.rglob("pwned"))
