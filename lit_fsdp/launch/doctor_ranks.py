@@ -221,6 +221,7 @@ def run_rank(index: int, plan: Mapping[str, Any], first: int) -> None:
         saved = trial_save(Path(plan["folder"], "step-00000001"), _SAVE_BYTES * plan["nodes"], device)
         store.set("saved", json.dumps(saved))
         dist.destroy_process_group()
+        os._exit(0)  # what is left of gloo's threads can abort an interpreter that shuts down
     except Exception as error:
         store.set(f"error/{rank}", " ".join(f"{type(error).__name__}: {error}".split())[:600])
         os._exit(1)  # the orderly end of a broken group could wait forever

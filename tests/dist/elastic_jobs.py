@@ -123,7 +123,7 @@ def elastic_run(
     micro: int,
     steps: int,
     ckpt_path: str | None = None,
-    num_workers: int = 0,
+    data: dict[str, Any] | None = None,
     save_at: list[int] | None = None,
     interrupt: tuple[int, str] | None = None,
 ) -> dict[str, Any]:
@@ -151,9 +151,8 @@ def elastic_run(
     module = module_for(folder, warmup_steps=4)
     module.__class__ = KINDS[kind]
     sizes = {"max_seq_length": 40, "global_batch_size": GLOBAL_BATCH, "micro_batch_size": micro}
-    rows = CausalLMDataModule(
-        train="generated:67", seed=3, cache_dir=f"{run}/../cache", num_workers=num_workers, **sizes
-    )
+    given = {"train": "generated:67", "seed": 3, "cache_dir": f"{run}/../cache", **sizes, **(data or {})}
+    rows = CausalLMDataModule(**given)
     stopped = None
     try:
         trainer.fit(module, datamodule=rows, ckpt_path=ckpt_path)
@@ -168,4 +167,5 @@ def elastic_run(
         "rows": witness.rows,
         "states": {str(step): state for step, state in witness.states.items()},
         "stopped": stopped,
+        "accumulate": trainer.accumulate_grad_batches,
     }

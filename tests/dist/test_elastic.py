@@ -71,7 +71,7 @@ def go(tiny_model: Path, dropout_model: Path, gpt2: Path) -> Callable[..., Resul
             strategy["replicate_degree"] = 2
         model = gpt2 if kind == "gpt2" else dropout_model if dropout else tiny_model
         job = {"folder": model, "kind": "ours" if kind == "gpt2" else kind, "strategy": strategy, "steps": steps}
-        job |= {"micro": choices["micro"], "run": folder, "num_workers": choices.get("num_workers", 0)}
+        job |= {"micro": choices["micro"], "run": folder, "data": {"num_workers": choices.get("num_workers", 0)}}
         return on_ranks("elastic_run", choices["ranks"], **job, **more)
 
     return run

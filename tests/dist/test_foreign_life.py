@@ -42,7 +42,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-def check_weights(found: dict[str, list[float]], wanted: dict[str, list[float]], tolerance: float = 1e-6) -> None:
+def assert_weights(found: dict[str, list[float]], wanted: dict[str, list[float]], tolerance: float = 1e-6) -> None:
     assert found.keys() <= wanted.keys()  # what is shared is saved once
     for name, values in found.items():
         assert values == pytest.approx(wanted[name], rel=0, abs=tolerance), name
@@ -54,7 +54,7 @@ def test_weights_and_outputs_are_those_of_plain_lightning(life: str) -> None:
     wanted = on_ranks("live", 1, strategy=None, **LIVES[life])[0]
     for engine in UNDER.get(LIVES[life]["module"], ENGINES[:2]):
         for found in on_ranks("live", 2, strategy={"engine": engine, "precision": "fp32"}, **LIVES[life]):
-            check_weights(found["weights"], wanted["weights"])
+            assert_weights(found["weights"], wanted["weights"])
             for mine, theirs in zip(found["outputs"], wanted["outputs"], strict=True):
                 assert mine == pytest.approx(theirs, abs=1e-5), engine
 
@@ -64,7 +64,7 @@ def test_layers_and_matrices_in_the_root_take_rows_as_they_come() -> None:
         wanted = on_ranks("live", 1, module=module, strategy=None)[0]["weights"]
         for engine in ENGINES:
             for found in on_ranks("live", 2, module=module, strategy={"engine": engine, "precision": precision}):
-                check_weights(found["weights"], wanted, 0.05)
+                assert_weights(found["weights"], wanted, 0.05)
 
 
 def test_what_is_refused() -> None:
@@ -85,7 +85,7 @@ def test_a_resume_has_the_learning_rates_and_weights_of_one_run(tmp_path: Path, 
         job = {"strategy": {"engine": engine, "precision": "fp32"}, "folder": tmp_path / engine}
         for found in on_ranks("resumed", 1 if engine == "single" else 2, module=module, **job):
             assert found["rates"] == wanted["rates"]
-            check_weights(found["weights"], wanted["weights"])
+            assert_weights(found["weights"], wanted["weights"])
 
 
 def test_the_batch_arrives_as_the_loader_gives_it() -> None:
