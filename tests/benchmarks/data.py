@@ -59,8 +59,7 @@ def measure(side: str, file: Path) -> dict[str, float]:
     """Seconds of one side in a process of its own."""
     with tempfile.TemporaryDirectory(dir=file.parent) as cache:
         python([__file__, "--once", side, file, cache, smollm2_folder()], HF_HOME=cache)
-        found: dict[str, float] = json.loads(Path(cache, "seconds.json").read_text())
-        return found
+        return json.loads(Path(cache, "seconds.json").read_text())
 
 
 def once(side: str, file: str, cache: str, model: str) -> None:

@@ -96,12 +96,10 @@ def _circumstances(device: str | None, packages: Sequence[str]) -> dict[str, Any
     cpu = subprocess.run("lscpu", capture_output=True, text=True, check=True).stdout.partition("Model name:")[2]
     command = ["git", "describe", "--always", "--dirty=+changes", "--abbrev=7", "--exclude=*"]
     commit = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+    versions = {package: importlib.metadata.version(package) for package in (*_PACKAGES, *packages)}
     return {
         "device": device or f"{os.cpu_count()} cores of {cpu.splitlines()[0].strip()}",
-        "versions": {
-            "python": platform.python_version(),
-            **{package: importlib.metadata.version(package) for package in (*_PACKAGES, *packages)},
-        },
+        "versions": {"python": platform.python_version(), **versions},
         "commit": commit or "unknown",
         "command": shlex.join(["python", *sys.orig_argv[1:]]),
         "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),

@@ -32,7 +32,6 @@ class Steps(Callback):
         self.found["peak_bytes"] = peak_host_bytes()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write them."""
         if trainer.is_global_zero:
             Path(trainer.default_root_dir, "steps.json").write_text(json.dumps(self.found))
 

@@ -75,8 +75,7 @@ def one_side(folder: Path, side: str) -> dict[str, Any]:
     if side.startswith("ours-"):
         return fit(folder / f"{side}.yaml")
     python([Path(__file__).with_name("train_peer.py"), folder, side])
-    found: dict[str, Any] = json.loads((folder / "record.json").read_text())
-    return found
+    return json.loads((folder / "record.json").read_text())
 
 
 def speed(run: dict[str, Any]) -> float:

@@ -72,10 +72,8 @@ def save_rows(file: Path, rows: list[Any]) -> Path:
 def random_rows(count: int, shortest: int, longest: int) -> list[dict[str, Any]]:
     """Conversations whose answers have so many words, each a token at least."""
     source = random.Random(SEED)
-    return [
-        chat("Go on.", " ".join(source.choice(_WORDS) for _ in range(source.randint(shortest, longest))))
-        for _ in range(count)
-    ]
+    lengths = (source.randint(shortest, longest) for _ in range(count))
+    return [chat("Go on.", " ".join(source.choice(_WORDS) for _ in range(length))) for length in lengths]
 
 
 def chat(question: str, answer: str) -> dict[str, Any]:

@@ -10,7 +10,6 @@ import pytest
 from lit_fsdp.config.parser import load_recipe
 from lit_fsdp.errors import ConfigError
 
-ROOT = Path(__file__).parents[2]
 GOOD = """
 trainer: {devices: 4, max_steps: 20, strategy: {class_path: lit_fsdp.fsdp_strategy, init_args: {}}}
 model: {name: some-model, optim: {lr: 1.0e-4, warmup_steps: 10}}

@@ -32,8 +32,7 @@ def test_the_command_prints_tables_or_json(capsys, monkeypatch):
     words = ["audit", "--config", str(SMALL), f"--{_ARGS}.activation_checkpointing", "full"]
     words += ["--ranks", "4", "--nodes", "2", f"--{_ARGS}.sharding", "hybrid_shard"]
     assert main([*words, "--json"]) == 0
-    out, _ = capsys.readouterr()
-    record = json.loads(out)
+    record = json.loads(capsys.readouterr().out)
     assert (record["replicate_degree"], record["shard_degree"], record["ranks"]) == (2, 2, 4)
     assert sum(rank["num_params"] for rank in record["state_per_rank"]) == record["num_params"] == 134_515_008
     assert main(words) == 0

@@ -6,6 +6,8 @@ import fcntl
 import logging
 import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
 import pytest
 
@@ -60,21 +62,17 @@ def test_failure_leaves_nothing_and_can_be_repeated(tmp_path):
 def test_of_machines_that_do_not_see_each_others_locks_the_first_to_be_ready_wins(tmp_path, monkeypatch):
     monkeypatch.setattr(fcntl, "flock", lambda handle, flags: None)
     monkeypatch.setattr(host.platform, "node", lambda: str(threading.get_ident()))  # each thread is a machine
-    together, found = threading.Barrier(3), []
+    together = threading.Barrier(3)
 
     def make(folder):
         together.wait(100)
         (folder / "file").write_text(str(threading.get_ident()))
 
-    def ask():
-        found.append((make_once(tmp_path / "m", make, "x") / "file").read_text())
+    def ask(_):
+        return (make_once(tmp_path / "m", make, "x") / "file").read_text()
 
-    threads = [threading.Thread(target=ask) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(100)
-    assert (len(found), len(set(found))) == (3, 1)
+    with ThreadPoolExecutor(3) as pool:
+        assert len(set(pool.map(ask, range(3)))) == 1
     assert sorted(p.name for p in tmp_path.iterdir()) == ["m", "m.lock"]
 
 
@@ -83,20 +81,16 @@ def test_what_a_rank_leaves_for_the_batch_script(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("SLURM_PROCID", "3")
 
     def fail(error):
-        def run(argv):
-            raise error
-
-        monkeypatch.setattr("lit_fsdp.__main__.run", run)
+        monkeypatch.setattr("lit_fsdp.__main__.run", mock.Mock(side_effect=error))
         return main([])
 
     lost = RuntimeError("Connection closed by peer")
     lost.add_note("rank 3 (n2) lost contact: another rank failed")
     of_save = CheckpointError("saving: rank 3 lost contact with another rank: Connection reset")
-    for error, code in ((lost, 76), (of_save, 76), (ConfigError("a", 1, "2"), 2), (CheckpointError("full"), 1)):
+    refused, full, mistake = ConfigError("a", 1, "2"), CheckpointError("full"), ZeroDivisionError()
+    for error, code in ((lost, 76), (of_save, 76), (refused, 2), (full, 1), (mistake, 1)):
         assert fail(error) == code
         assert (tmp_path / "exit.3").read_text() == f"{code}\n"
-    assert fail(ZeroDivisionError()) == 1
-    assert (tmp_path / "exit.3").read_text() == "1\n"
     assert capsys.readouterr().err.count("rank 3 (n2) lost contact") == 1  # with its traceback
     assert [path.name for path in tmp_path.iterdir()] == ["exit.3"]
 

@@ -13,13 +13,11 @@ ROOT = Path(__file__).parents[2]
 
 def stepped(dtype: torch.dtype, rate: float) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Parameters before and after one SGD step with gradient 1; half of them are 1, half are 2**-10."""
-    model = torch.nn.Linear(8, 1, bias=False, dtype=dtype)
-    with torch.no_grad():
-        model.weight.copy_(torch.tensor([[1.0] * 4 + [2.0**-10] * 4]))
-    before = [param.detach().clone() for param in model.parameters()]
-    model.weight.grad = torch.ones_like(model.weight)
-    torch.optim.SGD(model.parameters(), lr=rate).step()
-    return before, [param.detach() for param in model.parameters()]
+    weight = torch.nn.Parameter(torch.tensor([1.0] * 4 + [2.0**-10] * 4, dtype=dtype))
+    before = weight.detach().clone()
+    weight.grad = torch.ones_like(weight)
+    torch.optim.SGD([weight], lr=rate).step()
+    return [before], [weight.detach()]
 
 
 def test_updates_below_half_a_spacing_vanish(monkeypatch: pytest.MonkeyPatch) -> None:

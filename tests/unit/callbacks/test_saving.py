@@ -51,8 +51,7 @@ def trainer_of(folder: Path, callback: Checkpoint, strategy: Any = None, **optio
 
 def saved(folder: Path, told: list[float], ckpt_path: str | None = None, **options: Any) -> list[int]:
     """Steps on disk after a run."""
-    trainer = trainer_of(folder, Checkpoint(**options), max_steps=len(told))
-    trainer.fit(Told(told), ckpt_path=ckpt_path)
+    trainer_of(folder, Checkpoint(**options), max_steps=len(told)).fit(Told(told), ckpt_path=ckpt_path)
     return [entry.step for entry in checkpoints(folder)]
 
 

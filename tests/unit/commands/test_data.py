@@ -96,10 +96,8 @@ def test_a_stream_is_seen_by_its_first_rows(capsys: Out):
         record = json.loads(capsys.readouterr().out)
         assert len(record["samples"]) == 2
         splits.append(record["data"]["splits"]["train"])
-    assert (splits[1].pop("from"), splits[1].pop("sources")[0]["format"]) == (
-        "the first 4 rows of a stream",
-        "messages",
-    )
+    assert splits[1].pop("from") == "the first 4 rows of a stream"
+    assert splits[1].pop("sources")[0]["format"] == "messages"
     assert {name: splits[0][name] for name in splits[1]} == splits[1]
     with pytest.raises(DataError, match="the first 1 rows of a stream: no token of any row is supervised"):
         inspect("--data.train", write("t.jsonl", ("u:only asked",)), "--data.streaming", "true")

@@ -30,13 +30,8 @@ def byte_level_tokenizer(single: str | None = None) -> PreTrainedTokenizerFast:
     if single:
         ends = [(mark, backend.token_to_id(mark)) for mark in ("<s>", "</s>")]
         backend.post_processor = processors.TemplateProcessing(single=single, special_tokens=ends)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        bos_token="<s>",
-        eos_token="</s>",
-        pad_token="</s>",
-        clean_up_tokenization_spaces=False,
-    )
+    named = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "</s>"}
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **named, clean_up_tokenization_spaces=False)
 
 
 def metaspace_tokenizer() -> PreTrainedTokenizerFast:

@@ -89,9 +89,8 @@ def test_what_a_family_cannot_show(fitted: Any):
     table += [(name, say("a:2", "u:1"), None, "in turns, the user first") for name in ("mistral", "gemma")]
     table += [(name, say("u:1", "a:2", "s:x"), None, "at the beginning") for name in ("mistral", "gemma")]
     for name, messages, tools, said in table:
-        with pytest.raises(
-            DataError, match=rf"(?s)^rows\.jsonl:7: the chat template refuses it \({name}.*{said}.*fix: "
-        ):
+        error = rf"(?s)^rows\.jsonl:7: the chat template refuses it \({name}.*{said}.*fix: "
+        with pytest.raises(DataError, match=error):
             _text(tokenizer, messages, tools, chat_template=name)
 
 

@@ -16,18 +16,17 @@ import lit_fsdp
 from lit_fsdp.config.data import SourceConfig
 from lit_fsdp.datamodule import CausalLMDataModule
 from lit_fsdp.errors import ConfigError, DataError
+from tests.unit.data.conversations import LETTERS
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*LeafSpec.* is deprecated:FutureWarning",  # Lightning's own use of torch's pytree
     "ignore:.*GPU available but not used",
 )
 
-TEMPLATE = "{% for m in messages %}<s>{{ m.content }}</s>{% endfor %}{{ '<s>' if add_generation_prompt }}"
-
 
 @pytest.fixture
 def tokenizer(small: Any) -> Any:
-    small.chat_template = TEMPLATE
+    small.chat_template = LETTERS
     yield small
     small.chat_template = None
 
@@ -76,9 +75,7 @@ class _SaveAt(Callback):
             trainer.save_checkpoint(self.path, weights_only=False)
 
 
-def _fit(
-    tokenizer: Any, max_steps: int, ckpt_path: Path | None = None, save: _SaveAt | None = None, **options: Any
-) -> tuple[_Recorder, Trainer]:
+def _fit(tokenizer: Any, max_steps: int, ckpt_path: Path | None = None, save: Any = None, **options: Any) -> Any:
     given = {"train": "generated:10", "global_batch_size": 4, "micro_batch_size": 2, "seed": 3, **options}
     module, trainer = _Recorder(tokenizer), _trainer(max_steps=max_steps, callbacks=[save] if save else [])
     trainer.fit(module, CausalLMDataModule(**given), ckpt_path=ckpt_path, weights_only=True)

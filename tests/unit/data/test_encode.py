@@ -94,9 +94,8 @@ def test_plain_prompts_and_completions_stand_as_they_are():
     for template in (None, CHATML):
         found = _encode(row, "prompt_completion", template=template).samples
         assert [_shown(s) for s in found] == ["<s> a b Ċ +Ċ C D +</s>"]
-    assert [_shown(s) for s in _encode(row, "prompt_completion", train_on_prompt=True).samples] == [
-        "<s> A B +ĊĊ C D +</s>"
-    ]
+    found = _encode(row, "prompt_completion", train_on_prompt=True).samples
+    assert [_shown(s) for s in found] == ["<s> A B +ĊĊ C D +</s>"]
     encoder = encoder_of(byte_level_tokenizer("<s> $A"), DataConfig(), CHATML)
     chat = {"prompt": [TURN], "completion": [turn]}
     mixed = encoder.encode([row, chat, row], "prompt_completion", ["1", "2", "3"])

@@ -74,7 +74,7 @@ def test_messages_are_json_text_in_a_csv_file(tmp_path: Path):
 def test_a_bad_row_is_named():
     known, calls = "of a message is not known here", "tool_calls are a list of calls with a function name"
     either, part = "a message has role and content, or from and value", "a part of a content has type: text and text"
-
+    flags = ("training", "train_detail", "loss", "weight")
     turns: list[tuple[Any, str]] = [  # message 0 of a conversation
         ("Yo", f"{either}, not str 'Yo'"),
         ({"from": "human"}, either),
@@ -82,10 +82,7 @@ def test_a_bad_row_is_named():
         ({"role": "user"}, "content: text expected, not NoneType"),
         ({"role": "user", "content": [{"type": "image_url"}]}, part),
         ({**YO, "train": "yes"}, "train str 'yes'\n  allowed: true or false"),
-        *(
-            ({**YO, key: 0}, f"{key} {known}\n.*write train: ")
-            for key in ("training", "train_detail", "loss", "weight")
-        ),
+        *(({**YO, key: 0}, f"{key} {known}\n.*write train: ") for key in flags),
         ({**YO, "function_call": CALL}, f"function_call {known}\n.*write tool_calls"),
         ({**YO, "tool_responses": []}, f"tool_responses {known}\n.*a message of the role tool"),
         ({**YO, "content": [{**PART, "train": False}]}, part),

@@ -17,12 +17,9 @@ from lit_fsdp.data.packing import prepare_samples
 from lit_fsdp.data.stream import SampleStream
 from lit_fsdp.errors import ConfigError, DataError
 from tests.unit.data.conftest import encoder_of, write_rows
+from tests.unit.data.conversations import unmarked
+from tests.unit.data.test_turns import CHATML
 
-TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
-    "{% for c in m.tool_calls or [] %}<tool_call>{{ c | tojson }}{% endfor %}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 _TALK = [{"role": "user", "content": "a 1"}, {"role": "assistant", "content": "b é 2"}]
 _CALLS = [{"type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}]
 _ROWS: list[dict[str, Any]] = [
@@ -69,7 +66,7 @@ def _write(path: Path, rows: list[Any], draw: random.Random) -> None:
 
 def _became(tokenizer: Any, config: DataConfig) -> str:
     """What was made of a file, every token and row of which is accounted for."""
-    encoder = encoder_of(tokenizer, config, TEMPLATE)
+    encoder = encoder_of(tokenizer, config, unmarked(CHATML))
     if config.streaming:
         batches = islice(SampleStream(config, encoder, 0).global_batches(), 3)
         found, word = [sample for items, _ in batches for _, item in items for sample in item], "streamed"

@@ -19,12 +19,12 @@ from lit_fsdp.data.encode import RowEncoder
 from lit_fsdp.data.masks import Encoded
 from tests.unit.data import tokenizers
 from tests.unit.data.conftest import encoder_of
-from tests.unit.data.conversations import say, unmarked
+from tests.unit.data.conversations import encode, say, unmarked
 
 _CALL = {"id": "abc012xyz", "type": "function", "function": {"name": "weather", "arguments": {"city": "Tromsø"}}}
 _TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"city": {"type": "string"}}}}]
-
-
+_ASKED = say("u:Cold in Tromsø?", "a:", "t:-3 °C", "a:Yes, -3 °C.")
+_ASKED[1]["tool_calls"], _ASKED[2]["tool_call_id"] = [_CALL], _CALL["id"]
 FAMILIES = {
     "smollm2": None,
     "qwen": "chatml",
@@ -33,40 +33,27 @@ FAMILIES = {
 }
 """Family to what ``data.chat_template`` says."""
 _TWO = ("u:Hi.", "a:Hello!", "u:Who wrote Emma?", "a:Jane Austen.")
-_CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "one_turn": ({"messages": say("u:What is 12 + 30?", "a:12 + 30 = 42")}, {}),
-    "multi_turn": ({"messages": say(*_TWO)}, {}),
-    "system_prompt": ({"messages": say("s:Be brief.", *_TWO)}, {}),
-    "last_turn": ({"messages": say(*_TWO)}, {"supervise": "last"}),
-    "flagged": ({"messages": say(*_TWO, "u:Sure?", "a:Yes.", a1=True, a5=True)}, {"supervise": "flagged"}),
-    "never_learnt": ({"messages": say(*_TWO, a1=False)}, {}),
-    "train_on_prompt": ({"messages": say(*_TWO, a1=False)}, {"train_on_prompt": True}),
-    "empty_assistant": ({"messages": say("s:", "u:Hi.", "a:", "u:Well?", "a:Yes.")}, {}),
-    "unicode": ({"messages": say("s:S", "u:naïve 日本", "a:Ünï 🙂👩‍👧 ok")}, {}),
-    "truncated": (
-        {"messages": say("s:S", "u:Count.", "a:1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16")},
-        {"max_seq_length": 20},
-    ),
+_CASES: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
+    "one_turn": (say("u:What is 12 + 30?", "a:12 + 30 = 42"), {}),
+    "multi_turn": (say(*_TWO), {}),
+    "system_prompt": (say("s:Be brief.", *_TWO), {}),
+    "last_turn": (say(*_TWO), {"supervise": "last"}),
+    "flagged": (say(*_TWO, "u:Sure?", "a:Yes.", a1=True, a5=True), {"supervise": "flagged"}),
+    "never_learnt": (say(*_TWO, a1=False), {}),
+    "train_on_prompt": (say(*_TWO, a1=False), {"train_on_prompt": True}),
+    "empty_assistant": (say("s:", "u:Hi.", "a:", "u:Well?", "a:Yes."), {}),
+    "unicode": (say("s:S", "u:naïve 日本", "a:Ünï 🙂👩‍👧 ok"), {}),
+    "truncated": (say("s:S", "u:Count.", "a:1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16"), {"max_seq_length": 20}),
     "truncated_start": (
-        {"messages": say("u:Count from one to five, and no further, please.", "a:1 2 3 4 5")},
+        say("u:Count from one to five, and no further, please.", "a:1 2 3 4 5"),
         {"max_seq_length": 16, "truncation": "start"},
     ),
-    "blank_lines": ({"messages": say("s:S", "u:Hi.", "a:\n\nHello\n\nyou \n")}, {}),
-    "trailing_user": ({"messages": say("s:S", "u:Hi.", "a:Hello!", "u:Bye.")}, {}),
-    "end_mark_in_text": ({"messages": say("s:S", "u:Say it.", "a:<|im_end|></s>")}, {}),
-    "tools": (
-        {
-            "messages": [
-                {"role": "user", "content": "Cold in Tromsø?"},
-                {"role": "assistant", "content": "", "tool_calls": [_CALL]},
-                {"role": "tool", "content": "-3 °C", "tool_call_id": "abc012xyz"},
-                {"role": "assistant", "content": "Yes, -3 °C."},
-            ],
-            "tools": _TOOLS,
-        },
-        {},
-    ),
+    "blank_lines": (say("s:S", "u:Hi.", "a:\n\nHello\n\nyou \n"), {}),
+    "trailing_user": (say("s:S", "u:Hi.", "a:Hello!", "u:Bye."), {}),
+    "end_mark_in_text": (say("s:S", "u:Say it.", "a:<|im_end|></s>"), {}),
+    "tools": (_ASKED, {}),
 }
+"""Messages and options."""
 
 
 def _template(name: str | None, tokenizer: Any) -> str:
@@ -89,7 +76,8 @@ def _written(tokenizer: Any, row: Encoded) -> str:
 def test_masks_are_as_written_out(root: Path, family: str):
     tokenizer, folder = getattr(tokenizers, family)(), root / "tests" / "golden" / "masks" / family
     encoders: dict[str, RowEncoder] = {}
-    for name, (row, options) in _CASES.items():
+    for name, (messages, options) in _CASES.items():
+        row = {"messages": messages, "tools": _TOOLS if name == "tools" else None}
         # SmolLM2's own template shows no tools, for which it has ours of ChatML here
         source = _template("chatml" if (family, name) == ("smollm2", "tools") else FAMILIES[family], tokenizer)
         for template in {unmarked(source)} if options else {unmarked(source), source}:
@@ -110,12 +98,11 @@ def test_masks_are_as_written_out(root: Path, family: str):
 def test_ids_are_those_of_transformers(family: str):
     """Where no token lies across a border, the ids are what transformers itself makes of the conversation."""
     tokenizer = getattr(tokenizers, family)()
-    marked, row = _template(FAMILIES[family] or "chatml", tokenizer), _CASES["system_prompt"][0]
-    (found,) = encoder_of(tokenizer, DataConfig(), unmarked(marked)).encode([row], "messages", ["row"])
-    theirs = tokenizer.apply_chat_template(
-        row["messages"], chat_template=marked, return_dict=True, return_assistant_tokens_mask=True
-    )
-    length = len(found.samples[0].input_ids)  # without what follows the last token that is supervised
-    assert found.samples[0].input_ids.tolist() == theirs["input_ids"][:length]
-    assert found.samples[0].supervised.tolist() == [mask == 1 for mask in theirs["assistant_masks"][:length]]
+    marked, messages = _template(FAMILIES[family] or "chatml", tokenizer), _CASES["system_prompt"][0]
+    ours = encode(tokenizer, unmarked(marked), messages)
+    wanted = {"return_dict": True, "return_assistant_tokens_mask": True}
+    theirs = tokenizer.apply_chat_template(messages, chat_template=marked, **wanted)
+    length = len(ours.input_ids)  # without what follows the last token that is supervised
+    assert ours.input_ids.tolist() == theirs["input_ids"][:length]
+    assert ours.supervised.tolist() == [mask == 1 for mask in theirs["assistant_masks"][:length]]
     assert not any(theirs["assistant_masks"][length:])

@@ -17,13 +17,12 @@ from tests.unit.data.conftest import encoder_of
 from tests.unit.data.conversations import LETTERS as TEMPLATE
 from tests.unit.data.conversations import say
 
-LENGTHS = Path(__file__).parent / "lengths"
-
 
 def test_real_samples_fill_their_packs():
     """Lengths of real rows under the SmolLM2 tokenizer; files of numbers, as the rows are other people's."""
     for name in ("jargon", "dates", "prose"):
-        lengths = np.array((LENGTHS / f"{name}.txt").read_text().partition("\n")[2].split(), dtype=np.int64)
+        text = Path(__file__).with_name("lengths").joinpath(f"{name}.txt").read_text()
+        lengths = np.array(text.partition("\n")[2].split(), dtype=np.int64)
         members, offsets = plan_packs(lengths, 512)
         assert sorted(members.tolist()) == list(range(len(lengths)))
         fills = np.add.reduceat(lengths[members], offsets[:-1])

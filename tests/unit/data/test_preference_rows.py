@@ -16,11 +16,10 @@ from lit_fsdp.data.packing import prepare_samples
 from lit_fsdp.data.stream import SampleStream
 from lit_fsdp.errors import ConfigError, DataError
 from tests.unit.data.conftest import byte_level_tokenizer, encoder_of, write_rows
+from tests.unit.data.conversations import say
 from tests.unit.data.test_encode import CHATML, _encode, _shown
 
-HI, YO, NO = (
-    {"role": role, "content": text} for role, text in (("user", "hi"), ("assistant", "yo"), ("assistant", "no"))
-)
+HI, YO, NO = say("u:hi", "a:yo", "a:no")
 
 
 def test_masks_of_both_completions_written_out():

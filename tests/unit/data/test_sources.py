@@ -17,9 +17,8 @@ from lit_fsdp.data.sources import find_sources, pinned
 from lit_fsdp.errors import ConfigError, DataError
 from tests.unit.data.conftest import write_rows
 
-ROWS: list[dict[str, Any]] = [
-    {"prompt": f"p{i}", "completion": 'x, "y"\nz é\u2028' * (i % 3) + "007"} for i in range(1100)
-]
+TEXT = 'x, "y"\nz é\u2028'
+ROWS: list[dict[str, Any]] = [{"prompt": f"p{i}", "completion": TEXT * (i % 3) + "007"} for i in range(1100)]
 
 
 def _read(name: object, **options: Any) -> list[Row]:

@@ -26,9 +26,8 @@ from tests.unit.data.conversations import CHATML as TEMPLATE
 
 
 def _file(path: Path, count: int, start: int = 0) -> str:
-    return write_rows(
-        path, [{"prompt": f"p{i}", "completion": f"c{i}" * (1 + i % 5)} for i in range(start, start + count)]
-    )
+    rows = [{"prompt": f"p{i}", "completion": f"c{i}" * (1 + i % 5)} for i in range(start, start + count)]
+    return write_rows(path, rows)
 
 
 def _loader(small: Any, rank: tuple[int, int] = (0, 1), micro: int = 1, **options: Any) -> StreamLoader:
@@ -58,9 +57,7 @@ def _global_batches(small: Any, count: int, start: Any = None, ranks: int = 1, m
 
 
 @pytest.mark.parametrize(("packing", "shuffle"), [(False, False), (False, True), (True, True)])
-def test_the_same_batches_on_any_number_of_ranks_and_from_any_position(
-    small: Any, tmp_path: Path, packing: bool, shuffle: bool
-):
+def test_the_same_batches_on_any_ranks_and_from_any_position(small: Any, tmp_path: Path, packing: bool, shuffle: bool):
     options: dict[str, Any] = {"train": [_file(tmp_path / "a.jsonl", 11), _file(tmp_path / "b.parquet", 6)]}
     options |= {"packing": packing, "shuffle": shuffle, "max_seq_length": 160}
     whole = _global_batches(small, 11, **options)

@@ -209,10 +209,8 @@ def test_which_turns(small: Any):
 
 def test_the_end_of_turn_behind_the_marks_is_supervised(small: Any):
     """In every turn alike, the last one or not, and as it is derived without marks."""
-    asks, answers = (
-        "{{ '[INST]' if m.role != 'assistant' }}",
-        "{{ '<|im_end|>' if m.role == 'assistant' else '[/INST]' }}",
-    )
+    asks = "{{ '[INST]' if m.role != 'assistant' }}"
+    answers = "{{ '<|im_end|>' if m.role == 'assistant' else '[/INST]' }}"
     talk = say("s:S", "u:1", "a:2", "u:3", "a:4 ", "u:5")
     for header, end, last, wanted in [
         (HEADER, "<|im_end|>\n", ASKED, "<|im_end|>"),

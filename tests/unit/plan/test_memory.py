@@ -27,11 +27,6 @@ def loaded(*words: str, recipe: str = RECIPE.name) -> Any:
     return load_recipe(words, "audit").run
 
 
-def said(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, Any]]:
-    code = run_plan(["--config", str(RECIPE), "--json", *words])
-    return code, json.loads(capsys.readouterr().out)
-
-
 def test_states_are_the_audits_and_block_inputs_follow_from_shapes():
     qlora, run = loaded(recipe="llama3.1-8b_qlora_fsdp2_1x24gb.yaml"), loaded()
     for one in (qlora, run):
@@ -80,9 +75,8 @@ def test_adapters_are_choices_where_there_are_none():
 
 
 def test_the_table_of_zero():
-    run = loaded()
-    found, params = zero_table(run), 8_030_261_248
-    assert found == {
+    params = 8_030_261_248
+    assert zero_table(loaded()) == {
         "DDP": 16 * params,
         "ZeRO-1": 8 * params + params,
         "ZeRO-2": 4 * params + params + params // 2,
@@ -92,8 +86,9 @@ def test_the_table_of_zero():
 
 def test_what_fits_is_recommended_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     out = tmp_path / "best.yaml"
-    code, record = said(capsys, "--gpu", "h100-80gb", "--write", str(out))
-    assert (code, record["fits"]) == (0, True)
+    assert run_plan(["--config", str(RECIPE), "--json", "--gpu", "h100-80gb", "--write", str(out)]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["fits"] is True
     assert record["memory"]["peak"] < 30 * GIB
     best = record["recommended"]
     assert best["peak"] + record["memory"]["overhead"] <= 80 * 0.97 * GIB
@@ -107,9 +102,8 @@ def test_what_fits_is_recommended_and_written(tmp_path: Path, capsys: pytest.Cap
 
 def test_nothing_fits(capsys: pytest.CaptureFixture[str]):
     small = ROOT / "recipes" / "smollm2-135m_full_fsdp2_1x24gb.yaml"
-    code = run_plan(["--config", str(small), "--memory", "1"])
+    assert run_plan(["--config", str(small), "--memory", "1"]) == 1
     out = capsys.readouterr().out
-    assert code == 1
     assert "nothing fits into 1 GiB" in out
     assert "GiB too much" in out
 
