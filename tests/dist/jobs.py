@@ -172,13 +172,14 @@ def train(
     strategy: dict[str, Any],
     run: str | None = None,
     every: int | None = None,
+    model: dict[str, Any] | None = None,
     optim: dict[str, Any] | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """A run; with ``run`` it saves there, and keeps its whole live weights beside the checkpoints as ``live.pt``."""
     saving = [Checkpoint(every_steps=every, keep_last=-1)] if run else []
     data = TinyDataWithValidation() if "val_check_interval" in options else None
-    module = module_for(folder, **(optim or {}))
+    module = module_for(folder, model, **(optim or {}))
     trainer, found = fit(module, strategy, saving, data, default_root_dir=run, **options)
     if run:
         state = {name: whole(t) for name, t in trainer.strategy.lightning_module_state_dict().items()}
