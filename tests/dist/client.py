@@ -33,7 +33,6 @@ def main(address: str, words: list[str]) -> None:
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
     files = [number for number in map(int, os.listdir("/proc/self/fd")) if os.path.exists(f"/proc/self/fd/{number}")]
     request = {"words": words, "cwd": os.getcwd(), "env": dict(os.environ), "mask": list(mask), "files": files}
-    request["client"] = os.getpid()
     _, answers, program = connect(address, request, files)
 
     def forward(number: int, _: object) -> None:

@@ -58,7 +58,6 @@ class Outcome:
 
     @property
     def output(self) -> str:
-        """Standard output, then standard error."""
         return self.out + self.err
 
 
@@ -77,7 +76,6 @@ class Job:
         out, err = ((self.place / f"{stream}-{rank}").open("w") for stream in ("out", "err"))
         with open(os.devnull) as nothing, out, err:
             request |= {"answer": self.place / f"answer-{rank}", "group": self.pids[0] if rank else 0}
-            request |= {"mask": [], "files": [0, 1, 2], "client": os.getpid()}
             answered = client.connect(address, request, [nothing.fileno(), out.fileno(), err.fileno()])
         self._answers.append(answered[:2])
         self.pids.append(answered[2])
@@ -137,18 +135,15 @@ class ForkServer:
     """The server process, from the side of the tests; see :mod:`tests.dist.preloaded`."""
 
     def __init__(self) -> None:
-        own = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "TORCH_WARM_POOL": "0"}
-        self._env = {**os.environ, **own}
+        self._env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore", "TORCH_WARM_POOL": "0"}
         self._places = tempfile.TemporaryDirectory(prefix="lit_fsdp_jobs_")
         self._address = Path(self._places.name) / "socket"
-        self.jobs: list[Job] = []
-        """Those that :meth:`end_jobs` has not ended."""
+        self._jobs: list[Job] = []
         program = Path(self._places.name) / "python"
         words = f"-I -S {client.__file__} {self._address} {sys.executable}"
         program.write_text(f'#!/bin/sh\nexec {sys.executable} {words} "$@"\n')
         program.chmod(0o755)
         self.python = str(program)
-        """A program to be started in place of ``sys.executable``."""
         with socket.socket(socket.AF_UNIX) as listening:
             listening.bind(str(self._address))
             listening.listen(64)
@@ -157,21 +152,21 @@ class ForkServer:
 
     def start(self, job: str, ranks: int, env: dict[str, str] | None = None, **arguments: Any) -> Job:
         """Fork the ranks of ``job(**arguments)``; files of theirs go to a folder of their own."""
-        self.jobs.append(Job(Path(tempfile.mkdtemp(dir=self._places.name))))
+        self._jobs.append(Job(Path(tempfile.mkdtemp(dir=self._places.name))))
         meeting = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "NODE_RANK": 0, "MASTER_ADDR": "127.0.0.1"}
         meeting["MASTER_PORT"] = own_port()
         for rank in range(ranks):
             given = {**self._env, **meeting, "RANK": rank, "LOCAL_RANK": rank, **(env or {})}
-            request = {"job": job, "arguments": arguments, "cwd": ROOT}
+            request = {"job": job, "arguments": arguments, "cwd": ROOT, "mask": [], "files": [0, 1, 2]}
             request["env"] = {name: str(value) for name, value in given.items()}
-            self.jobs[-1].begin(self._address, request)
-        return self.jobs[-1]
+            self._jobs[-1].begin(self._address, request)
+        return self._jobs[-1]
 
     def end_jobs(self) -> None:
         """Kill what a test has left behind."""
-        for job in self.jobs:
+        for job in self._jobs:
             job.end()
-        self.jobs.clear()
+        self._jobs.clear()
 
     def close(self) -> None:
         """End the server and whatever ranks it still has."""

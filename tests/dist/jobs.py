@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from lit_fsdp import CausalLMModule, Checkpoint, fsdp_strategy
 from tests.dist.reference import LEARNING_RATE, ROWS, global_batch
@@ -29,14 +29,11 @@ def here() -> tuple[int, int]:
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
-class Rows(Dataset[dict[str, torch.Tensor]]):
+class Rows:
     """Micro-batches of one rank: global batch g is cut into accumulation steps, each into ranks."""
 
     def __init__(self, rank: int, ranks: int, accumulate: int) -> None:
         self.rank, self.ranks, self.accumulate = rank, ranks, accumulate
-
-    def __len__(self) -> int:
-        return 1000 * self.accumulate
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         step, micro = divmod(index, self.accumulate)
@@ -61,9 +58,11 @@ class FromStep(IterableDataset[dict[str, torch.Tensor]]):
 class TinyData(LightningDataModule):
     """Feeds :class:`Rows` to whatever Trainer it is given to."""
 
+    rows: type[Rows] = Rows
+
     def train_dataloader(self) -> DataLoader[Any]:
         assert self.trainer is not None
-        rows = Rows(self.trainer.global_rank, self.trainer.world_size, self.trainer.accumulate_grad_batches)
+        rows = self.rows(self.trainer.global_rank, self.trainer.world_size, self.trainer.accumulate_grad_batches)
         own = torch.Generator()  # a loader would draw from the global one at every epoch
         return DataLoader(FromStep(rows, self.trainer), batch_size=None, generator=own)
 
@@ -87,7 +86,6 @@ class Losses(Callback):
         self.step = trainer.global_step
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        """Of each parameter group everything but the parameters."""
         self.groups.append([{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups])
 
     def on_train_batch_end(
@@ -162,7 +160,6 @@ def fit(
     return trainer, {
         "losses": losses.values,
         "groups": losses.groups,
-        "epoch": trainer.current_epoch,
         "audit": live.audit,
         "dtypes": live.contract.report(),
         "local_numel": sum(local(p).numel() for p in module.parameters()),

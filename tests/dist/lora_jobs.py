@@ -7,7 +7,6 @@ from typing import Any
 import peft
 import torch
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
-from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
 from lit_fsdp import Checkpoint
@@ -19,18 +18,14 @@ from lit_fsdp.models.resolve import resolve_model
 from lit_fsdp.models.tokenizers import miniature_tokenizer
 from lit_fsdp.models.weights import open_weights
 from lit_fsdp.parallel import activation
-from tests.dist.jobs import FromStep, Rows, TinyData, fit, module_for, program, whole
+from tests.dist.jobs import Rows, TinyData, fit, module_for, program, whole
 from tests.dist.reference import global_batch, loop, step_loss
 
 SEED = 11
 
 
 def train_lora(
-    folder: str,
-    strategy: dict[str, Any],
-    model: dict[str, Any],
-    run: str | None = None,
-    ckpt_path: str | None = None,
+    folder: str, strategy: dict[str, Any], model: dict[str, Any], run: str | None = None, ckpt_path: str | None = None
 ) -> dict[str, Any]:
     """Ten steps; what a run finds, what is trained, and whether the frozen rest stayed as it was; every fifth saved."""
     activation.BACKEND = "aot_eager"  # of what it compiles, as inductor takes minutes on two ranks
@@ -130,10 +125,7 @@ class _Rows(Rows):
 class GrownData(TinyData):
     """:class:`TinyData` with new tokens in every batch."""
 
-    def train_dataloader(self) -> DataLoader[Any]:
-        assert self.trainer is not None
-        rows = _Rows(self.trainer.global_rank, self.trainer.world_size, self.trainer.accumulate_grad_batches)
-        return DataLoader(FromStep(rows, self.trainer), batch_size=None, generator=torch.Generator())
+    rows = _Rows
 
 
 def train_grown(

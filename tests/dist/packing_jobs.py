@@ -91,19 +91,15 @@ def _place_as_angle(self: Any, x: torch.Tensor, position_ids: torch.Tensor) -> t
 
 
 def validate_run(folder: str, data: dict[str, Any], strategy: dict[str, Any]) -> float:
-    """Validation loss of generated rows."""
     trainer = trainer_for({"precision": "fp32", **strategy}, [])
     (metrics,) = trainer.validate(CausalLMModule(name=folder), CausalLMDataModule(**data), verbose=False)
     return metrics["val_loss"]
 
 
-_SAMPLES, _LENGTH = 16, 14
-
-
-def train_with_loss(strategy: dict[str, Any], model: dict[str, Any], steps: int = 4) -> dict[str, Any]:
+def train_with_loss(strategy: dict[str, Any], model: dict[str, Any]) -> dict[str, Any]:
     """Losses of a random model, and what else the last step logged; adapters start as random, not as zeros."""
     module = CausalLMModule(**{"optim": {"lr": 3e-3, "schedule": "constant"}, **model})
-    trainer, run = fit(module, strategy, steps=steps, seed=5)
+    trainer, run = fit(module, strategy, steps=4, seed=5)
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
     names = sorted(name.replace("_fsdp_wrapped_module.", "") for name, _ in module.named_parameters())
     patched = [name for name, m in module.named_modules() if "loss_forward" in repr(m.__dict__.get("forward"))]
@@ -111,10 +107,10 @@ def train_with_loss(strategy: dict[str, Any], model: dict[str, Any], steps: int 
 
 
 def samples() -> list[dict[str, torch.Tensor]]:
-    """Sixteen samples of different lengths; each supervises another number of tokens, one none at all."""
+    """Sixteen samples of 6 to 14 tokens; each supervises another number of tokens, one none at all."""
     generator = torch.Generator().manual_seed(3)
     found = []
-    for index in range(_SAMPLES):
+    for index in range(16):
         ids = torch.randint(0, 40, (6 + index % 9,), generator=generator)
         labels = ids.clone()
         labels[: len(ids) if index == 4 else index % 5] = -100
@@ -126,7 +122,7 @@ def micro_batches(packed: bool) -> list[dict[str, Any]]:
     """The samples in pairs: two padded rows, or one row that holds both and a sequence of padding."""
     found = [(sample["input_ids"].numpy(), (sample["labels"] != -100).numpy()) for sample in samples()]
     pairs = list(zip(found[::2], found[1::2], strict=True))
-    return [collate_packs([pair], 2 * _LENGTH + 1, 0) if packed else collate(pair, 0) for pair in pairs]
+    return [collate_packs([pair], 2 * 14 + 1, 0) if packed else collate(pair, 0) for pair in pairs]
 
 
 class _Cut(LightningDataModule):

@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parents[2]
-_HIGH = 300  # no file of a program has such a number
 
 
 def main(folder: Path, listening: socket.socket) -> None:
@@ -36,8 +35,7 @@ def main(folder: Path, listening: socket.socket) -> None:
     torch.set_num_threads(1)  # a forked process must not inherit the idea of threads it does not have
     jobs: dict[str, Any] = {}
     for path in (path for name in ("dist", "faults") for path in sorted((ROOT / "tests" / name).glob("*jobs.py"))):
-        found = vars(importlib.import_module(f"tests.{path.parent.name}.{path.stem}"))
-        jobs = {**found, **jobs}
+        jobs = {**vars(importlib.import_module(f"tests.{path.parent.name}.{path.stem}")), **jobs}
     _build_parsers()
     selector = selectors.DefaultSelector()
     selector.register(listening, selectors.EVENT_READ)
@@ -125,7 +123,6 @@ def _run(request: dict[str, Any], files: list[int], folder: Path, jobs: dict[str
     import torch
 
     die_with_parent()
-    _join_host(request["client"])
     torch.set_num_threads(1)  # makes torch's thread pool anew, which two threads at once might do, and one fail
     _give_files(files, request["files"])
     code, known = 1, set(sys.modules)
@@ -170,17 +167,9 @@ def _run_words(words: list[str], cwd: str, folder: Path) -> None:
         runpy.run_path(words[0], run_name="__main__")
 
 
-def _join_host(client: int) -> None:
-    """Network, host name and mounts of the client, which may be on another host."""
-    for kind in ("net", "uts", "mnt"):
-        theirs = f"/proc/{client}/ns/{kind}"
-        if os.readlink(theirs) != os.readlink(f"/proc/self/ns/{kind}"):
-            assert ctypes.CDLL(None, use_errno=True).setns(os.open(theirs, os.O_RDONLY), 0) == 0, ctypes.get_errno()
-
-
 def _give_files(files: list[int], numbers: list[int]) -> None:
     """What was open for the client is open here, under the same numbers."""
-    high = [fcntl.fcntl(number, fcntl.F_DUPFD, _HIGH) for number in files]
+    high = [fcntl.fcntl(number, fcntl.F_DUPFD, 300) for number in files]  # no file of a program has such a number
     for number in files:
         os.close(number)
     for number, wanted in zip(high, numbers, strict=True):

@@ -10,23 +10,11 @@ import atexit
 import os
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 SECONDS = float(os.environ.get("SLOW_SECONDS") or 1.5)
 """At most; less once a file says ``go``."""
-
-
-def slow(place: Any, name: str) -> None:
-    """Say that the phase has begun on this rank, and wait before it goes on."""
-    fast: Callable[..., Any] = getattr(place, name)
-
-    def slowed(*args: Any, **kwargs: Any) -> Any:
-        begin()
-        return fast(*args, **kwargs)
-
-    setattr(place, name, slowed)
 
 
 def begin() -> None:
@@ -45,15 +33,9 @@ class Imports:
             begin()
 
 
-def main() -> int:
-    phase = os.environ["SLOW_PHASE"]
-    if phase == "imports":
-        sys.meta_path.insert(0, Imports())  # type: ignore[arg-type]
-        from lit_fsdp.__main__ import main as run
-
-        return run()
+def slow(phase: str) -> None:
+    """Make it say that it has begun on this rank, and wait before it goes on."""
     from lit_fsdp import datamodule, module
-    from lit_fsdp.__main__ import main as run
     from lit_fsdp.checkpoint import files as disk
     from lit_fsdp.parallel import base
 
@@ -67,8 +49,25 @@ def main() -> int:
     }
     if phase == "exit":
         atexit.register(begin)
-    elif phase in places:
-        slow(*places[phase])
+        return
+    place, name = places[phase]
+    fast = getattr(place, name)
+
+    def slowed(*args: Any, **kwargs: Any) -> Any:
+        begin()
+        return fast(*args, **kwargs)
+
+    setattr(place, name, slowed)
+
+
+def main() -> int:
+    phase = os.environ["SLOW_PHASE"]
+    if phase == "imports":
+        sys.meta_path.insert(0, Imports())  # type: ignore[arg-type]
+    elif phase != "none":
+        slow(phase)
+    from lit_fsdp.__main__ import main as run
+
     return run()
 
 
