@@ -34,14 +34,10 @@ def save_model(folder: Path, **changes: Any) -> Path:
 
 
 class Batches(LightningDataModule):
-    """One global batch of this shape per step."""
-
-    def __init__(self, rows: int, length: int) -> None:
-        super().__init__()
-        self.shape = (rows, length)
+    """One global batch per step, large enough for its activations to be most of the memory."""
 
     def train_dataloader(self) -> DataLoader[Any]:
-        batches = [global_batch(step, *self.shape) for step in range(20)]
+        batches = [global_batch(step, *((2, 32) if DRY_RUN else (8, 2048))) for step in range(20)]
         return DataLoader(batches, batch_size=None, generator=torch.Generator())  # type: ignore[arg-type]
 
 
@@ -88,14 +84,14 @@ def train(
             torch.cuda.empty_cache()
 
 
-def plain_losses(folder: Path, steps: int = 6) -> list[float]:
+def plain_losses(folder: Path) -> list[float]:
     """Losses of a plain fp32 PyTorch loop on the same batches, on the same device."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(DEVICE).train()
 
     def loss_of(step: int) -> torch.Tensor:
         return step_loss(model, {name: tensor.to(DEVICE) for name, tensor in global_batch(step).items()})
 
-    return loop(model, loss_of, steps)
+    return loop(model, loss_of, 6)
 
 
 @pytest.mark.parametrize(
@@ -177,8 +173,7 @@ def test_memory_of_every_activation_checkpointing_mode(tmp_path: Path, engine: s
         if DRY_RUN and options.get("compile"):
             continue  # minutes of C++ on a CPU; the compiler has tests of its own
         torch._dynamo.reset()
-        data = Batches(2, 32) if DRY_RUN else Batches(8, 2048)
-        results[name] = train(folder, {"engine": engine, **options}, max_steps=3, data=data)
+        results[name] = train(folder, {"engine": engine, **options}, max_steps=3, data=Batches())
         print(f"{engine} {name}: {results[name]['peak_bytes'] / 2**30:.2f} GiB peak")
     # the backward pass of attention may add in any order on CUDA, and compiled blocks round bf16 elsewhere
     assert all(found["losses"] == pytest.approx(results["none"]["losses"], rel=1e-2) for found in results.values())

@@ -39,9 +39,7 @@ TIED = {"llama": {"lm_head.weight": "model.embed_tokens.weight"}, "gpt2": {"lm_h
 class Saved:
     """A model with trained-looking values, its checkpoint, and its base as a folder."""
 
-    def __init__(
-        self, place: Path, family: str = "llama", lora: Any = None, layout: Any = "sharded", **changes: Any
-    ) -> None:
+    def __init__(self, place: Path, family: str = "llama", lora: Any = None, layout: Any = "sharded", **changes: Any):
         torch.manual_seed(2)
         self.model = AutoModelForCausalLM.from_config(CONFIGS[family], dtype=torch.float32).eval()
         self.base = place / "base"

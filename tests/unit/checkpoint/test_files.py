@@ -8,6 +8,7 @@ import logging
 import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -35,20 +36,13 @@ def test_only_checkpoints_files_and_links_give_their_place_up(tmp_path: Path):
 
 def test_an_old_one_that_cannot_get_its_name_back_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / ".step-1.replaced-0123456789abcdef").mkdir()
-
-    def refused(*paths: object) -> None:
-        raise OSError(errno.EROFS, "Read-only file system")
-
-    monkeypatch.setattr(os, "rename", refused)
+    monkeypatch.setattr(os, "rename", mock.Mock(side_effect=OSError(errno.EROFS, "Read-only file system")))
     with pytest.raises(CheckpointError, match=r"/step-1: Read-only file system"):
         disk.restore(tmp_path / "step-1")
 
 
 def test_without_locks_a_warning_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any):
-    def unsupported(handle: int, operation: int) -> None:
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    monkeypatch.setattr(fcntl, "flock", unsupported)
+    monkeypatch.setattr(fcntl, "flock", mock.Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
     with caplog.at_level(logging.WARNING):
         RunLock(tmp_path).release()
     assert "nothing keeps a second job out of this run folder" in caplog.text

@@ -58,12 +58,9 @@ def all_pairs(formula: ModelFlops) -> tuple[ModelFlops, dict[str, float]]:
     return dataclasses.replace(formula, blocks=blocks), counts
 
 
-_CASES = [("llama", "none"), ("llama", "every_n"), ("llama", "selective"), *((kind, "full") for kind in MODELS)]
-
-
 def test_as_torch_counts() -> None:
-    mode: Any
-    for kind, mode in _CASES:
+    cases: Any = [("llama", "none"), ("llama", "every_n"), ("llama", "selective"), *((k, "full") for k in MODELS)]
+    for kind, mode in cases:
         model = build(kind)
         formula, counts = all_pairs(flop_formula(model))
         blocks = {name: model.get_submodule(name) for name in formula.blocks}

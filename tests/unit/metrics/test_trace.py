@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 from pathlib import Path
-from typing import Any
 
 from lit_fsdp.metrics.trace import COLUMNS, advice, trace_record
 
@@ -21,8 +20,7 @@ TABLE = {
 
 def test_the_table_of_a_trace_with_nccl():
     """The host runs ahead: its marks end at 1000, and a kernel counts in the phase that launched it."""
-    trace = json.loads(NCCL.read_text())
-    record = trace_record(trace)
+    record = trace_record(json.loads(NCCL.read_text()))
     assert record["on"] == "device"
     assert record["phases"] == {phase: dict(zip(COLUMNS, row, strict=True)) for phase, row in TABLE.items()}
 
@@ -40,11 +38,10 @@ def test_a_trace_of_threads():
         ("cpu_op", "aten::copy_", 40, 50, 2),
         ("cpu_op", "aten::add_", 70, 75, 1),
     ]
-    names = ("cat", "name", "ts", "end", "tid")
-    events: list[dict[str, Any]] = [{"ph": "X", **dict(zip(names, row, strict=True))} for row in rows]
-    for event in events:
-        event["dur"] = event.pop("end") - event["ts"]
-        event.update(ts=event["ts"] * 1000, dur=event["dur"] * 1000)
+    events = [
+        {"ph": "X", "cat": cat, "name": name, "ts": start * 1000, "dur": (end - start) * 1000, "tid": thread}
+        for cat, name, start, end, thread in rows
+    ]
     record = trace_record({"traceEvents": events})
     assert (record["on"], record["steps"]) == ("threads", 2)
     assert tuple(record["phases"]["backward"].values()) == (50, 12.5, 20, 15, 22.5)  # two steps share 100 ms

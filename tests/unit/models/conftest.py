@@ -17,15 +17,13 @@ from lit_fsdp.models.resolve import resolve_model
 from lit_fsdp.models.weights import Weights, open_weights
 from tests.unit.models import families
 
-_TIED = {"tie_word_embeddings": True, "pad_token_id": 5}
-
 
 def tiny_config(model_type: str, **changes: Any) -> PretrainedConfig:
-    own = _TIED if model_type == "llama" else {}
+    own = {"tie_word_embeddings": True, "pad_token_id": 5} if model_type == "llama" else {}
     return type(config := families.tiny(model_type))(**{**config.to_dict(), **own, **changes})
 
 
-def fill_from(weights: Weights, meta: PreTrainedModel) -> PreTrainedModel:
+def fill(weights: Weights, meta: PreTrainedModel) -> PreTrainedModel:
     """A CPU model every tensor of which was read by name; tied ones stay tied."""
     names = {id(module): name for name, module in meta.named_modules()}
     meta.to_empty(device="cpu").tie_weights()
@@ -36,9 +34,9 @@ def fill_from(weights: Weights, meta: PreTrainedModel) -> PreTrainedModel:
     return meta.eval()
 
 
-def opened(folder: Path) -> tuple[Any, Weights, PreTrainedModel]:
+def opened(folder: Path, **options: Any) -> tuple[Any, Weights, PreTrainedModel]:
     """What a model folder is resolved to, its weights, and the model on meta."""
-    source = resolve_model(ModelConfig(name=str(folder)), 1)
+    source = resolve_model(ModelConfig(name=str(folder), **options), 1)
     model = build_on_meta(source.hf_config, "eager")
     return source, open_weights(source, model, 1), model
 
@@ -48,14 +46,8 @@ def tiny() -> Callable[..., PretrainedConfig]:
     return tiny_config
 
 
-@pytest.fixture
-def fill() -> Callable[[Weights, PreTrainedModel], PreTrainedModel]:
-    return fill_from
-
-
-@pytest.fixture
-def tensors() -> Callable[[nn.Module], dict[str, torch.Tensor]]:
-    return lambda model: dict([*model.named_parameters(), *model.named_buffers()])
+def tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    return dict([*model.named_parameters(), *model.named_buffers()])
 
 
 @pytest.fixture

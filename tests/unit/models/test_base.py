@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from lit_fsdp.config.model import ModelConfig
 from lit_fsdp.errors import ConfigError
@@ -17,7 +17,6 @@ from lit_fsdp.models import hub
 from lit_fsdp.models.base import describe_base, find_base, open_base
 from lit_fsdp.models.resolve import resolve_model
 
-SIZES: dict[str, Any] = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
 CHECKPOINT = Path("run/checkpoints/step-00000002")
 
 
@@ -28,12 +27,11 @@ def described(seed: int = 0, **options: Any) -> dict[str, Any]:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, saved: Callable[..., Path]) -> Path:
     """A model in bf16."""
-    monkeypatch.setenv("LIT_FSDP_CACHE", str(tmp_path / "cache"))
-    config = LlamaConfig(num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=False, **SIZES)
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "snapshots" / "abc")
-    return tmp_path / "snapshots" / "abc"
+    (tmp_path / "snapshots").mkdir()
+    config = {"dtype": "bfloat16", "tie_word_embeddings": False}
+    return saved("llama", config=config).rename(tmp_path / "snapshots" / "abc")
 
 
 def test_a_base_on_the_hub_has_a_revision(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,8 +71,8 @@ def test_a_base_with_code_of_its_own_is_run_only_where_that_is_said(
     assert torch.equal(weights.read("lm_head.weight"), load_file(folder / "model.safetensors")["lm_head.weight"])
 
 
-def test_a_base_of_random_values_is_drawn_again_from_its_seed(folder: Path) -> None:
-    name = {"model_type": "llama", "num_attention_heads": 2, "num_key_value_heads": 1, **SIZES}
+def test_a_base_of_random_values_is_drawn_again_from_its_seed(tiny: Callable[..., Any]) -> None:
+    name = tiny("llama").to_dict()
     found = described(3, name=name)
     first, again = (open_base(found, CHECKPOINT).read("model.embed_tokens.weight") for _ in range(2))
     assert torch.equal(first, again)

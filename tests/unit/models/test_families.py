@@ -8,11 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lit_fsdp.config.model import ModelConfig
-from lit_fsdp.models.build import build_on_meta
-from lit_fsdp.models.resolve import resolve_model
-from lit_fsdp.models.weights import open_weights
 from lit_fsdp.parallel.materialize import Materializer
+from tests.unit.models.conftest import opened, tensors
 from tests.unit.models.families import FAMILIES, FEW, saved
 
 _ALL = pytest.param(FAMILIES, id="all", marks=pytest.mark.long("each of about 150 families is saved and loaded"))
@@ -30,12 +27,11 @@ def test_initial_values_never_touch_a_loaded_tensor(families: tuple[str, ...], t
             if family in FEW:
                 raise
             continue
-        source = resolve_model(ModelConfig(name=str(folder)), 1)
-        model = build_on_meta(source.hf_config, "eager")
-        materializer = Materializer(model, open_weights(source, model, 1).read, torch.device("cpu"))
+        _, weights, model = opened(folder)
+        materializer = Materializer(model, weights.read, torch.device("cpu"))
         for module in model.modules():
             materializer.fill(module)
-        ours, theirs = ({**dict(m.named_parameters()), **dict(m.named_buffers())} for m in (model, expected))
+        ours, theirs = tensors(model), tensors(expected)
         assert ours.keys() == theirs.keys(), family
         wrong[family] = [name for name in ours if not torch.equal(ours[name], theirs[name])]
         seen += 1

@@ -24,11 +24,7 @@ def test_failures_say_what_to_do(monkeypatch):
         (hub._NETWORK_ERROR("proxy"), "could not be fetched (proxy)"),
         (OSError(28, "No space left on device"), "No space left"),
     ):
-
-        def snapshot_download(*args, error=error, **kwargs):
-            raise error
-
-        monkeypatch.setattr(hub, "snapshot_download", snapshot_download)
+        monkeypatch.setattr(hub, "snapshot_download", mock.Mock(side_effect=error))
         with pytest.raises(ConfigError) as raised:
             hub.fetch("some/model", "model", trust_remote_code=False)
         assert raised.value.field == "model.name"

@@ -9,29 +9,23 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from lit_fsdp.config.model import LoraConfig, ModelConfig
+from lit_fsdp.config.model import LoraConfig
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.models.build import build_on_meta, freeze_parameters
 from lit_fsdp.models.lora import LoraWeights, apply_lora
 from lit_fsdp.models.quantize import apply_nf4
-from lit_fsdp.models.resolve import resolve_model
-from lit_fsdp.models.weights import open_weights
 from lit_fsdp.parallel.units import quantized_layers
+from tests.unit.models.conftest import fill, opened
 
 IDS = torch.arange(20).reshape(2, 10)
 
 
-def test_the_first_logits_are_the_base_models(saved, fill):
-    for family, targets in (
-        ("llama", None),
-        ("bloom", None),
-        *((name, "all-linear") for name in ("gpt2", "gemma3_text", "mixtral")),
-    ):
+def test_the_first_logits_are_the_base_models(saved):
+    for family in ("llama", "bloom", "gpt2", "gemma3_text", "mixtral"):
         folder = saved(family)
-        source = resolve_model(ModelConfig(name=str(folder)), 0)
+        source, base, _ = opened(folder)
         model = build_on_meta(source.hf_config, "eager")
-        apply_lora(model, LoraConfig(target_modules=targets))
-        base = open_weights(source, build_on_meta(source.hf_config, "eager"), 5)
+        apply_lora(model, LoraConfig(target_modules=None if family in ("llama", "bloom") else "all-linear"))
         model = fill(LoraWeights(base, model, 5), model)
         plain = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
         with torch.no_grad():  # a cache changes the layout, and with it the last bit
@@ -57,12 +51,10 @@ def test_names_that_cannot_be_meant_are_refused(tiny):
 
 
 def test_linear_layers_but_the_head_and_what_is_trained_whole_are_packed(tiny):
-    plain = build_on_meta(tiny("llama"))
-    linears = {name for name, module in plain.named_modules() if isinstance(module, nn.Linear)}
     model = build_on_meta(tiny("llama"))
-    apply_lora(
-        model, LoraConfig(quantize="nf4", target_modules=["q_proj"], modules_to_save=["down_proj"], dropout=0.25)
-    )
+    linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    lora = LoraConfig(quantize="nf4", target_modules=["q_proj"], modules_to_save=["down_proj"], dropout=0.25)
+    apply_lora(model, lora)
     assert {module.p for module in model.modules() if isinstance(module, nn.Dropout)} == {0.25}
     found = {name.replace(".base_layer", ""): layer for name, layer in quantized_layers(model).items()}
     assert set(found) == {name for name in linears if name != "lm_head" and "down_proj" not in name}

