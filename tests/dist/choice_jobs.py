@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import LambdaCallback
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import wrap
 
@@ -71,14 +72,11 @@ class Poison(Callback):
     def __init__(self, steps: list[int], value: float) -> None:
         self.steps, self.value = steps, value
         self.digests: list[str] = []
-        self.step = -1
 
-    def on_before_optimizer_step(
-        self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
-    ) -> None:
-        self.step += 1
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        step = len(self.digests)
         self.digests.append(digest(pl_module, optimizer))
-        if self.step in self.steps and dist.get_rank() == 1:
+        if step in self.steps and dist.get_rank() == 1:
             found = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
             next(g for g in map(local, found) if g.numel()).view(-1)[0] = self.value
 
@@ -105,16 +103,14 @@ def poisoned(
     }
 
 
-class AsksForStacks(Callback):
-    """What an operator does to a rank that hangs, done by the rank itself."""
+def asked_for_stacks(folder: str, strategy: dict[str, Any], run: str) -> None:
+    """One step, in which each rank does to itself what an operator does to one that hangs."""
 
-    def on_before_optimizer_step(self, trainer: Trainer, *_: Any) -> None:
+    def on_before_optimizer_step(*_: Any) -> None:  # the name that is looked for in the stacks
         os.kill(os.getpid(), signal.SIGUSR2)
 
-
-def asked_for_stacks(folder: str, strategy: dict[str, Any], run: str) -> None:
-    """One step, in which each rank is asked where it is."""
-    fit(module_for(folder), strategy, [AsksForStacks()], steps=1, default_root_dir=run)
+    asks = LambdaCallback(on_before_optimizer_step=on_before_optimizer_step)
+    fit(module_for(folder), strategy, [asks], steps=1, default_root_dir=run)
 
 
 class Calls:
@@ -223,22 +219,15 @@ def train_activations(folder: str, strategy: dict[str, Any], theirs: bool = Fals
     }
 
 
-class Kept(Callback):
-    """Bytes of storages behind parameters, gradients and AdamW's moments, each storage once."""
-
-    def __init__(self) -> None:
-        self.gradient_bytes = 0
-
-    def on_before_optimizer_step(
-        self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
-    ) -> None:
-        self.gradient_bytes = _storage_bytes(p.grad for p in pl_module.parameters() if p.grad is not None)
-
-
 def kept_by_a_rank(folder: str, strategy: dict[str, Any], model: dict[str, Any]) -> dict[str, Any]:
-    """The audit of two steps, and what this rank holds after them."""
-    kept, module = Kept(), module_for(folder, model)
-    trainer, found = fit(module, strategy, [kept], steps=2)
+    """The audit of two steps, and what this rank holds after them: bytes of storages, each storage once."""
+    gradient_bytes: list[int] = []
+
+    def note(trainer: Trainer, module: LightningModule, optimizer: Any) -> None:
+        gradient_bytes.append(_storage_bytes(p.grad for p in module.parameters() if p.grad is not None))
+
+    module = module_for(folder, model)
+    trainer, found = fit(module, strategy, [LambdaCallback(on_before_optimizer_step=note)], steps=2)
     optimizer: Any = trainer.optimizers[0]
     moments = [values[name] for values in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
     packed: list[Any] = [layer for layer in module.modules() if hasattr(layer, "quant_state")]
@@ -249,7 +238,7 @@ def kept_by_a_rank(folder: str, strategy: dict[str, Any], model: dict[str, Any])
         "kept": {
             "num_params": found["local_numel"] + 3 * sum(local(layer.weight).numel() for layer in packed),  # 4 in one
             "parameter_bytes": _storage_bytes(module.parameters()),
-            "gradient_bytes": kept.gradient_bytes,
+            "gradient_bytes": gradient_bytes[-1],
             "optimizer_bytes": sum(local(m).numel() * m.element_size() for m in moments),
             **({"quantization_bytes": sum(tensor.nbytes for tensor in scales)} if packed else {}),
         },
@@ -268,23 +257,18 @@ def fingerprint(tensor: torch.Tensor) -> str:
     return f"{found.dtype} {list(found.shape)} {hashlib.sha256(data).hexdigest()[:16]}"
 
 
-class Loaded(Callback):
-    """Fingerprints of all tensors, gathered, before the first step; of a tied weight under its first name."""
+def load_and_fingerprint(model: str, engine: str) -> dict[str, str]:
+    """Fingerprints of all tensors of a folder or a config before the first step; a tied one under its first name."""
+    found: dict[str, str] = {}
 
-    def __init__(self) -> None:
-        self.found: dict[str, str] = {}
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        left_out = ("_eval_metrics", "lm_head" if pl_module.model.config.tie_word_embeddings else "_")
+    def note(trainer: Trainer, module: Any) -> None:
+        left_out = ("_eval_metrics", "lm_head" if module.model.config.tie_word_embeddings else "_")
         state = trainer.strategy.lightning_module_state_dict()
-        for name, tensor in [*state.items(), *pl_module.named_buffers()]:
+        for name, tensor in [*state.items(), *module.named_buffers()]:
             clean = name.replace("_fsdp_wrapped_module.", "").removeprefix("model.")
             if not clean.startswith(left_out):
-                self.found[clean] = fingerprint(whole(tensor))
+                found[clean] = fingerprint(whole(tensor))
 
-
-def load_and_fingerprint(model: str, engine: str) -> dict[str, str]:
-    """Fingerprints of the whole model by name, from a folder or a config."""
-    loaded = Loaded()
-    fit(module_for(model), {"engine": engine, "precision": "fp32"}, [loaded], steps=1, seed=11)
-    return loaded.found
+    strategy = {"engine": engine, "precision": "fp32"}
+    fit(module_for(model), strategy, [LambdaCallback(on_train_start=note)], steps=1, seed=11)
+    return found

@@ -17,7 +17,7 @@ from lit_fsdp.callbacks.stop import StopOnSignal, StopRequested
 from lit_fsdp.signals import SignalFlags
 from tests.dist.jobs import Losses, digest, local, module_for, trainer_for
 
-GLOBAL_BATCH, ROWS, STEPS_PER_EPOCH = 8, 45, 6  # of the 67 rows 45 fit; the last global batch of an epoch has five
+ROWS, STEPS_PER_EPOCH = 45, 6  # of the 67 rows 45 fit: five global batches of eight, and one of five
 
 
 class FrozenModule(CausalLMModule):
@@ -53,33 +53,26 @@ KINDS: dict[str, type[CausalLMModule]] = {"ours": CausalLMModule, "frozen": Froz
 
 
 class Witness(Callback):
-    """Writes down the rows and learning rates of each step; at some steps it saves, and keeps the gathered state."""
+    """Writes down the rows of each step; at some steps it saves, and keeps the gathered state."""
 
     def __init__(self, at: list[int], checkpoint: Checkpoint) -> None:
         self.at, self.checkpoint = at, checkpoint
         self.states: dict[int, dict[str, str]] = {}
         self.rows: list[tuple[int, list[int]]] = []
-        self.rates: list[list[float]] = []
-        self._step = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """What a resumed run starts from."""
-        self._step = trainer.global_step
-        if self._step:
-            self.states[self._step] = gathered(trainer)
+        if trainer.global_step:
+            self.states[trainer.global_step] = gathered(trainer)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         self.rows.append((trainer.global_step, batch["row"].tolist()))
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        if trainer.global_step > self._step:
-            self._step = trainer.global_step
-            self.rates.append([group["lr"] for group in trainer.optimizers[0].param_groups])
-            if self._step in self.at:
-                self.states[self._step] = gathered(trainer)
-                self.checkpoint.save(trainer)
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        step = trainer.global_step
+        if step in self.at and step not in self.states:
+            self.states[step] = gathered(trainer)
+            self.checkpoint.save(trainer)
 
 
 def gathered(trainer: Trainer) -> dict[str, str]:
@@ -150,9 +143,8 @@ def elastic_run(
     trainer = trainer_for({"precision": "fp32", **strategy}, callbacks, max_steps=steps, default_root_dir=run)
     module = module_for(folder, warmup_steps=4)
     module.__class__ = KINDS[kind]
-    sizes = {"max_seq_length": 40, "global_batch_size": GLOBAL_BATCH, "micro_batch_size": micro}
-    given = {"train": "generated:67", "seed": 3, "cache_dir": f"{run}/../cache", **sizes, **(data or {})}
-    rows = CausalLMDataModule(**given)
+    given = {"max_seq_length": 40, "global_batch_size": 8, "micro_batch_size": micro, **(data or {})}
+    rows = CausalLMDataModule(**{"train": "generated:67", "seed": 3, "cache_dir": f"{run}/../cache", **given})
     stopped = None
     try:
         trainer.fit(module, datamodule=rows, ckpt_path=ckpt_path)
@@ -163,7 +155,7 @@ def elastic_run(
         "digest": digest(module, trainer.optimizers[0]),
         "realized": live.contract.report()["realized"],
         "losses": losses.values,
-        "rates": witness.rates,
+        "rates": [[group["lr"] for group in groups] for groups in losses.groups],
         "rows": witness.rows,
         "states": {str(step): state for step, state in witness.states.items()},
         "stopped": stopped,

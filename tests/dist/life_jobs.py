@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import EMAWeightAveraging, LearningRateFinder
+from lightning.pytorch.callbacks import EMAWeightAveraging, LambdaCallback, LearningRateFinder
 from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits, mse_loss
 from torch.utils.data import DataLoader, TensorDataset
@@ -218,17 +218,6 @@ class Uneven(ForeignNetWithValidation):
         return torch.optim.AdamW([p for p in self.parameters() if p.numel()], lr=1e-2)
 
 
-class CallsItself(Callback):
-    """Calls the module where no step is under way."""
-
-    def __init__(self) -> None:
-        self.outputs: list[Any] = []
-
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        with torch.no_grad():
-            self.outputs.append(pl_module(foreign_rows(0)[0]).flatten().tolist())
-
-
 class OwnState(ForeignNetWithValidation):
     """Keeps an optimizer state of another dtype."""
 
@@ -300,18 +289,24 @@ def live(
     **options: Any,
 ) -> dict[str, Any]:
     """Make these calls of a Trainer (``second``: of one each), one epoch of four batches per ``fit``; all weights."""
+    outputs: list[Any] = []
+
+    @torch.no_grad()
+    def call(trainer: Trainer, net: LightningModule) -> None:  # where no step is under way
+        outputs.append(net(foreign_rows(0)[0]).flatten().tolist())
+
     torch.manual_seed(3)
-    net, outside, rows, more = globals()[module](), CallsItself(), loader(range(4)), loader((100, 101))
-    for number, call in enumerate(calls):
+    net, rows, more = globals()[module](), loader(range(4)), loader((100, 101))
+    for number, name in enumerate(calls):
         if second or not number:
-            one = _trainer(strategy, outside, max_epochs=0, **options)
-        if call == "fit":
+            one = _trainer(strategy, LambdaCallback(on_train_epoch_end=call), max_epochs=0, **options)
+        if name == "fit":
             one.fit_loop.max_epochs = one.current_epoch + 1
             one.fit(net, rows, more if validates else None)
         else:
-            getattr(one, call)(net, more, **({} if call == "predict" else {"verbose": False}))
-    outside.on_train_epoch_end(one, net)
-    return {"weights": _weights(one, net), "outputs": outside.outputs, "targets": getattr(net, "targets", None)}
+            getattr(one, name)(net, more, **({} if name == "predict" else {"verbose": False}))
+    call(one, net)
+    return {"weights": _weights(one, net), "outputs": outputs, "targets": getattr(net, "targets", None)}
 
 
 def _weights(trainer: Trainer, net: LightningModule) -> dict[str, list[float]]:

@@ -45,10 +45,8 @@ def train_with_own_metrics(
     rank = int(os.environ["RANK"])
     steps = len(told[rank])
     saving = ModelCheckpoint(run, monitor="val_loss", **lightnings) if lightnings else Checkpoint(keep_last=1)
-    trainer = trainer_for(
-        {"timeout_seconds": 20, "precision": "fp32", **strategy}, [saving], enable_checkpointing=True,
-        max_steps=steps, val_check_interval=1, num_sanity_val_steps=0, default_root_dir=run,
-    )  # fmt: skip
+    ours = {"timeout_seconds": 20, "precision": "fp32", **strategy}
+    trainer = trainer_for(ours, [saving], max_steps=steps, val_check_interval=1, default_root_dir=run)
     trainer.fit(OwnMetric(told[rank]), loader(range(steps)), loader([0]))
     place = Path(run) if lightnings else Path(run) / "checkpoints"
     return {
@@ -63,8 +61,8 @@ def train_and_save_again(
 ) -> dict[str, Any]:
     """Lightning's callback after every second step; in the end the Trainer saves twice at one path."""
     losses, saving = StepLosses(), ModelCheckpoint(run, every_n_train_steps=2, **lightnings)
-    options = {"enable_checkpointing": True, "max_steps": steps, "default_root_dir": run}
-    trainer = trainer_for({"precision": "fp32", **strategy}, [losses, saving], **options)
+    ours = {"precision": "fp32", **strategy}
+    trainer = trainer_for(ours, [losses, saving], max_steps=steps, default_root_dir=run)
     trainer.fit(ForeignNet(), loader(range(steps)), ckpt_path=ckpt_path)
     for _ in range(2):
         trainer.save_checkpoint(Path(run) / "by-hand.ckpt")
@@ -165,9 +163,8 @@ def train_changed(
 
     start, losses = LambdaCallback(on_train_start=note), StepLosses()
     saving = ModelCheckpoint(run, filename="{step}", every_n_train_steps=2)
-    options = {"enable_checkpointing": True, "max_steps": 4 if ckpt_path else 2, "default_root_dir": run}
-    ours = None if strategy is None else {"precision": "fp32", **strategy}
-    trainer = trainer_for(ours, [start, saving, losses], **options)
+    ours, last = None if strategy is None else {"precision": "fp32", **strategy}, 4 if ckpt_path else 2
+    trainer = trainer_for(ours, [start, saving, losses], max_steps=last, default_root_dir=run)
     torch.manual_seed(13)
     module = Changed(strict) if ckpt_path and changed else ForeignNet()
     try:

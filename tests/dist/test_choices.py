@@ -81,8 +81,8 @@ def test_reductions_are_held_back_until_the_last_micro_batch(tiny_model: Path) -
         ("fsdp1", "no_shard", "fp32"),
         ("ddp", "no_shard", "fp32"),
     ):
-        job = {"engine": engine, "precision": precision, "sharding": sharding}
-        job["options"] = {"accumulate_grad_batches": 3}  # type: ignore[assignment]
+        options = {"accumulate_grad_batches": 3}
+        job: dict[str, Any] = {"engine": engine, "precision": precision, "sharding": sharding, "options": options}
         each, last = look(tiny_model, **job), look(tiny_model, **job, sync_each_micro_batch=False)
         num = each["reductions"][0]
         assert num >= 1

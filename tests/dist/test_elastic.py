@@ -105,9 +105,8 @@ def test_another_topology(go: Callable[..., Results], saved: Callable[..., Any],
     name, cut, *choices = case
     folder, whole = saved(name)
     path = folder / "checkpoints" / f"step-{cut:08d}"
-    after = go(
-        tmp_path / "run", dict(zip(KEYS, choices, strict=True)), SAVING[name]["kind"], cut + AFTER, ckpt_path=path
-    )
+    topology = dict(zip(KEYS, choices, strict=True))
+    after = go(tmp_path / "run", topology, SAVING[name]["kind"], cut + AFTER, ckpt_path=path)
     state, wanted = after[0]["states"][str(cut)], whole[0]["states"][str(cut)]
     assert {name for name in {**state, **wanted} if state.get(name) != wanted.get(name)} == set()
     batches = {step: rows for step, rows in global_batches(whole).items() if step < cut}

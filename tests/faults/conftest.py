@@ -32,8 +32,8 @@ def _nothing_runs_on() -> Iterator[None]:
 def saved(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run folder with three checkpoints of two ranks; not to be changed."""
     folder = tmp_path_factory.mktemp("saved")
-    names = {"model": str(tiny_model), "run": str(folder / "run"), "log": str(folder / "log")}
-    on_ranks("train_tracked", 2, steps=3, checkpoint={"every_steps": 1, "keep_last": 3}, **names)
+    names = {"model": tiny_model, "run": folder / "run", "log": folder / "log"}
+    on_ranks("train_tracked", 2, steps=3, checkpoint={"keep_last": 3}, **names)
     return folder / "run"
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,12 +54,12 @@ def everyone(mine: Any) -> list[Any]:
     return found
 
 
-@contextlib.contextmanager
-def ranks_meet() -> Iterator[int]:
-    """The process group of this job; this rank's number."""
-    dist.init_process_group("gloo")
-    yield dist.get_rank()
-    dist.destroy_process_group()
+def on_first(act: Callable[[], Any]) -> None:
+    """What only the first rank does, between two barriers."""
+    dist.barrier()
+    if dist.get_rank() == 0:
+        act()
+    dist.barrier()
 
 
 class FailingDisk:
@@ -82,37 +83,36 @@ class FailingDisk:
     def watching(self, target: tuple[Event, int] | None = None) -> Iterator[None]:
         """Record; the change ``target`` fails when it comes for the given time."""
         self.seen, self.target, self.armed, self.hit = [], target, True, False
-        try:
-            yield
-        finally:
-            self.armed = False
+        yield
+        self.armed = False
 
 
 def fail_at_every_change(folder: str, layout: str) -> list[dict[str, Any]]:
     """Every rank × every change it makes in a save: the errors of all ranks and what is left on the disk."""
     run, found = Path(folder), []
-    with ranks_meet() as rank:
-        for step, old in ((1, "sharded"), (2, "full")):
-            assert save(run, step, old) == ""
-        disk = FailingDisk(run)
-        with disk.watching():
-            assert save(run, 3, layout) == ""
-        changes = everyone([(event, disk.seen[: number + 1].count(event)) for number, event in enumerate(disk.seen)])
-        if rank == 0:
-            run_folder.remove(step_folder(run, 3))
-            before = content(run / "checkpoints")
-        for bad_rank, targets in enumerate(changes):
-            for target in targets:
-                dist.barrier()
-                with disk.watching(target if rank == bad_rank else None):
-                    errors = everyone(save(run, 3, layout))
-                is_hit = any(everyone(disk.hit))  # a folder that both would make is made by either
-                if rank == 0:
-                    left = sorted(path.name for path in (run / "checkpoints").iterdir())
-                    _take_back(run, 3)
-                    intact = content(run / "checkpoints") == before
-                    entry = {"rank": bad_rank, "event": vars(target[0]), "hit": is_hit, "errors": errors}
-                    found.append({**entry, "left": left, "intact": intact})
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    for step, old in ((1, "sharded"), (2, "full")):
+        assert save(run, step, old) == ""
+    disk = FailingDisk(run)
+    with disk.watching():
+        assert save(run, 3, layout) == ""
+    changes = everyone([(event, disk.seen[: number + 1].count(event)) for number, event in enumerate(disk.seen)])
+    if rank == 0:
+        run_folder.remove(step_folder(run, 3))
+        before = content(run / "checkpoints")
+    for bad_rank, targets in enumerate(changes):
+        for target in targets:
+            dist.barrier()
+            with disk.watching(target if rank == bad_rank else None):
+                errors = everyone(save(run, 3, layout))
+            is_hit = any(everyone(disk.hit))  # a folder that both would make is made by either
+            if rank == 0:
+                left = sorted(path.name for path in (run / "checkpoints").iterdir())
+                _take_back(run, 3)
+                intact = content(run / "checkpoints") == before
+                entry = {"rank": bad_rank, "event": vars(target[0]), "hit": is_hit, "errors": errors}
+                found.append({**entry, "left": left, "intact": intact})
     return found
 
 
@@ -121,24 +121,19 @@ def fill_the_disk(disk: str, temporary: str, layout: str) -> list[dict[str, Any]
     run, filler, found = Path(disk), Path(disk) / "filler", []
     tempfile.tempdir = None
     os.environ["TMPDIR"] = temporary
-    with ranks_meet() as rank:
-        assert save(run, 1, layout, rows=256) == ""
-        before = content(run / "checkpoints")
-        size = sum(path.stat().st_size for path in step_folder(run, 1).rglob("*") if path.is_file())
-        for percent in range(0, 135, 5):
-            dist.barrier()
-            if rank == 0:
-                leave_free(filler, percent * size // 100)
-            dist.barrier()
-            errors = everyone(save(run, 2, layout, rows=256))
+    dist.init_process_group("gloo")
+    assert save(run, 1, layout, rows=256) == ""
+    before = content(run / "checkpoints")
+    size = sum(path.stat().st_size for path in step_folder(run, 1).rglob("*") if path.is_file())
+    for percent in range(0, 135, 5):
+        on_first(partial(leave_free, filler, percent * size // 100))
+        errors = everyone(save(run, 2, layout, rows=256))
+        if dist.get_rank() == 0:
             left = sorted(os.listdir(run / "checkpoints"))
-            entry: dict[str, Any] = {"percent": percent, "errors": errors, "left": left}
-            dist.barrier()
-            if rank == 0:
-                _take_back(run, 2)
-                filler.unlink()
-                intact = content(run / "checkpoints") == before
-                found.append({**entry, "intact": intact, "temporary": os.listdir(temporary)})
+            _take_back(run, 2)
+            filler.unlink()
+            entry = {"percent": percent, "errors": errors, "left": left, "temporary": os.listdir(temporary)}
+            found.append({**entry, "intact": content(run / "checkpoints") == before})
     return found
 
 
@@ -158,5 +153,5 @@ def _take_back(run: Path, step: int) -> None:
 
 def save_once(folder: str, step: int, layout: str) -> str:
     """One save; its error."""
-    with ranks_meet():
-        return save(Path(folder), step, layout)
+    dist.init_process_group("gloo")
+    return save(Path(folder), step, layout)

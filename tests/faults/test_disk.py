@@ -45,8 +45,7 @@ def test_every_change_fails_once_on_every_rank(tmp_path: Path, layout: str) -> N
 @pytest.mark.parametrize("layout", ["sharded", "full"])
 def test_a_full_and_a_read_only_disk(small_disk: Callable[[str, int], Path], tmp_path: Path, layout: str) -> None:
     disk, temporary = small_disk("disk", 8 << 20), small_disk("temporary", 1 << 16)
-    arguments = {"disk": str(disk), "temporary": str(temporary), "layout": layout}
-    (entries, _) = on_ranks("fill_the_disk", 2, timeout=200, **arguments)
+    (entries, _) = on_ranks("fill_the_disk", 2, timeout=200, disk=disk, temporary=temporary, layout=layout)
     for entry in entries:
         saved = entry["left"] == OLD
         assert saved or entry["left"] == OLD[:1], entry

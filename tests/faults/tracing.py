@@ -36,11 +36,9 @@ class Event:
 
 
 class Tracer:
-    """Calls ``react`` before every change that this process makes under ``folder``.
+    """Calls ``react`` before every change that this process makes under ``folder``, in the thread that makes it.
 
-    Args:
-        folder: What is traced.
-        react: May raise, kill or stop the process; called in the thread that makes the change.
+    It may raise, kill or stop the process.
     """
 
     def __init__(self, folder: Path, react: Callable[[Event], None]) -> None:
@@ -64,9 +62,8 @@ class Tracer:
             self._happened(name.removeprefix("os."), path, to)
 
     def _open_for_writing(self, path: Path, mode: str, buffering: int) -> io.BufferedWriter:
-        return _TracedFile(
-            io.FileIO(path, mode.replace("b", "")), buffering, lambda: self._happened("write", str(path))
-        )
+        raw = io.FileIO(path, mode.replace("b", ""))
+        return _TracedFile(raw, buffering, lambda: self._happened("write", str(path)))
 
     def _syncing(self, sync: Callable[[int], None]) -> Callable[[int], None]:
         def traced(number: int) -> None:
@@ -131,11 +128,7 @@ def hurt(how: str, event: Event | None = None) -> None:
         raise OSError(errno.EIO, "made to fail", *([event.path] if event is not None and has_name else []))
     if how == "error":
         raise RuntimeError("made to fail")
-    if how == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
-    elif how == "kill_all":
+    if how == "kill_all":
         os.killpg(os.getpgid(0), signal.SIGKILL)
-    elif how == "stop":
-        os.kill(os.getpid(), signal.SIGSTOP)
     else:
-        raise ValueError(how)
+        os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[how])

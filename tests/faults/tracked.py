@@ -34,25 +34,18 @@ def attempts(log: Path) -> list[tuple[int, dict[int, str]]]:
 
 
 class TrackedRun:
-    """One run folder over many attempts.
-
-    Args:
-        model: Model folder.
-        folder: An empty one, for this run alone.
-        job: Further arguments of :func:`tests.faults.training_jobs.train`.
-    """
+    """Many attempts of one run, in an empty ``folder`` for it alone; ``job`` is what else ``train_tracked`` takes."""
 
     def __init__(self, model: Path, folder: Path, **job: Any) -> None:
         folder.mkdir(exist_ok=True)
         self.model, self.folder = model, folder
         self.run, self.log = folder / "run", folder / "log"
-        job["strategy"] = {"timeout_seconds": COLLECTIVE_TIMEOUT, **job.get("strategy", {})}
-        self.job = job
+        self.job = {**job, "strategy": {"timeout_seconds": COLLECTIVE_TIMEOUT, **job.get("strategy", {})}}
         self.save_seconds = 0.0
 
     def start(self, steps: int = ENDLESS, **harm: Any) -> Job:
         """Train on two ranks from the newest checkpoint on."""
-        names = {"model": str(self.model), "run": str(self.run), "log": str(self.log)}
+        names = {"model": self.model, "run": self.run, "log": self.log}
         return server().start("train_tracked", 2, steps=steps, **names, **self.job, **harm)
 
     def steps(self) -> list[int]:
@@ -63,11 +56,11 @@ class TrackedRun:
         """The newest visible step; 0 if there is none."""
         return max(self.steps(), default=0)
 
-    def wait_for(self, count: Callable[[], int], number: int, job: Job, seconds: float = 90) -> float:
+    def wait_for(self, count: Callable[[], int], number: int, job: Job) -> float:
         """Until there are so many; the time of that moment."""
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + 90
         while count() < number:
-            assert time.monotonic() < deadline, f"no {number} after {seconds} s: {job.output(0)}"
+            assert time.monotonic() < deadline, f"no {number} after 90 s: {job.output(0)}"
             time.sleep(0.002)
         return time.monotonic()
 
@@ -81,33 +74,30 @@ class TrackedRun:
         job.kill()
         return job
 
-    def stage(self) -> str:
-        """What rank 0 was doing when it was last heard of."""
-        return self.log.with_suffix(".stage-0").read_text().strip()
+    def check(self, resumed_from: int, may_lose: int | None = None) -> None:
+        """Every visible checkpoint is whole; the last attempt did at most ``may_lose`` steps more than the newest has.
 
-    def check(self, may_lose: int = 1) -> None:
-        """Every visible checkpoint is whole, and the newest is at most ``may_lose`` steps behind what was done."""
+        By default 1; in the background a step is still being written while the next one is taken.
+        """
+        if may_lose is None:
+            may_lose = 2 if self.job.get("checkpoint", {}).get("async_save") else 1
         found = survey(self.run / "checkpoints")
         for entry in found:
             verify_files(entry.path)
         assert [entry.step for entry in found] == self.steps()
         begun, losses = attempts(self.log)[-1]
+        assert begun == resumed_from
         done = max(losses, default=begun)
         assert done - found[-1].step <= may_lose, f"step {done} was done, {found[-1].step} is the newest checkpoint"
-
-    def check_resumed_from(self, step: int) -> None:
-        """The last attempt went on from ``step``."""
-        assert attempts(self.log)[-1][0] == step
 
     def finish(self, timeout: float = 240) -> None:
         """Two more steps than ever without harm, then compare with a run that nobody interrupted."""
         newest = self.newest()
         last = max(newest, *(max(losses, default=0) for _, losses in attempts(self.log))) + 2
         (first, other) = self._to_the_end(self.start(last), timeout)
-        self.check_resumed_from(newest)
-        whole = TrackedRun(
-            self.model, self.folder / "uninterrupted", **{**self.job, "checkpoint": {"every_steps": None}}
-        )
+        assert attempts(self.log)[-1][0] == newest
+        job = {**self.job, "checkpoint": {"every_steps": None}}
+        whole = TrackedRun(self.model, self.folder / "uninterrupted", **job)
         assert self._to_the_end(whole.start(last), timeout) == [first, other], "not the state of the uninterrupted run"
         ((_, wanted),) = attempts(whole.log)
         assert not list((self.run / "checkpoints").glob(".*")), "not swept"

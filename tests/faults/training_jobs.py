@@ -22,11 +22,7 @@ from tests.faults.tracing import Event, StageFile, Tracer, hurt
 
 
 class StepLog(Callback):
-    """Appends ``step loss`` after every optimizer step, before it is saved; on rank 0.
-
-    Args:
-        path: The file, kept over all attempts of a run.
-    """
+    """Appends ``step loss`` to a file of all attempts after every optimizer step, before it is saved; on rank 0."""
 
     def __init__(self, path: Path, stage: StageFile) -> None:
         self.path, self.stage, self.seen = path, stage, 0
@@ -37,12 +33,10 @@ class StepLog(Callback):
             with self.path.open("a") as file:
                 file.write(f"start {self.seen}\n")
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, *_: Any) -> None:
         self.stage.put("training")
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         if self.seen < trainer.global_step:
             self.seen = trainer.global_step
             if trainer.is_global_zero:
