@@ -6,8 +6,6 @@ Beside each checkpoint stands ``truth.pt``: the whole weights and moments by par
 from __future__ import annotations
 
 from contextlib import nullcontext
-from datetime import timedelta
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -18,8 +16,9 @@ from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp_state
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 from transformers import AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from lit_fsdp import Checkpoint
 from tests.dist.jobs import Rows, TinyData, fit, module_for, trainer_for
@@ -70,20 +69,15 @@ class Stock(LightningModule):
     def configure_model(self) -> None:
         """For ModelParallelStrategy, which leaves the sharding to the module."""
         if isinstance(self.trainer.strategy, ModelParallelStrategy):
-            from torch.distributed.fsdp import fully_shard
-
-            for block in self.net.model.layers:
-                fully_shard(block, mesh=self.device_mesh["data_parallel"])
-            fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+            for unit in (*self.net.model.layers, self.net):
+                fully_shard(unit, mesh=self.device_mesh["data_parallel"])
 
     def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
-        """The mean over the global batch."""
         loss, mean = loss_of(self.net, batch)
         self.losses.append(mean)
         return loss
 
     def configure_optimizers(self) -> Any:
-        """AdamW with a schedule that never changes anything."""
         optimizer = plain_optimizer(self, self.groups)
         return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)]
 
@@ -113,16 +107,7 @@ def _stock_strategy(name: str) -> Any:
         return "auto"
     if name == "fsdp2":
         return ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1, process_group_backend="gloo")
-    from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
-    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
-
-    return CPUFSDPStrategy(
-        state_dict_type="sharded",
-        auto_wrap_policy=partial(transformer_auto_wrap_policy, transformer_layer_cls={LlamaDecoderLayer}),
-        use_orig_params=True,
-        process_group_backend="gloo",
-        timeout=timedelta(seconds=120),
-    )
+    return CPUFSDPStrategy(state_dict_type="sharded", auto_wrap_policy={LlamaDecoderLayer}, use_orig_params=True)
 
 
 def train_with_stock_lightning(
@@ -130,7 +115,6 @@ def train_with_stock_lightning(
 ) -> list[float]:
     """The losses of all steps; ``out`` is what Lightning saved after step ``save_at``."""
     torch.manual_seed(0)
-    options = {"max_steps": steps, "enable_checkpointing": False}
     module = Stock(folder, groups)
 
     def save(trainer: Trainer, *rest: Any) -> None:
@@ -139,7 +123,7 @@ def train_with_stock_lightning(
             owner = trainer.strategy.model if isinstance(trainer.strategy, FSDPStrategy) else module
             _keep_truth(owner, trainer.optimizers[0], out)
 
-    trainer = trainer_for(_stock_strategy(strategy), [LambdaCallback(on_train_batch_end=save)], **options)
+    trainer = trainer_for(_stock_strategy(strategy), [LambdaCallback(on_train_batch_end=save)], max_steps=steps)
     trainer.fit(module, datamodule=TinyData())
     return module.losses
 
@@ -160,11 +144,10 @@ def train_with_stock_accelerate(
         state.distributed_type = DistributedType.FSDP
         state.device = torch.device("cpu")  # not cpu:0, which version 1 takes for another device
     accelerator.state.fsdp_plugin = plugin
-    if plugin.fsdp_version == 1:
-        plugin.optim_state_dict_config.offload_to_cpu = False
     torch.manual_seed(0)
     model: Any = plain_model(folder)
     if plugin.fsdp_version == 1:
+        plugin.optim_state_dict_config.offload_to_cpu = False
         model = accelerator.prepare(model)
         optimizer: Any = accelerator.prepare(plain_optimizer(model, groups))
     else:
@@ -198,5 +181,5 @@ def continue_imported(
 ) -> dict[str, Any]:
     """A run of ours from an imported folder; the losses and learning rates of its steps."""
     saving = Checkpoint(every_steps=steps)
-    trainer, found = fit(module_for(folder, **optim), strategy, [saving], None, ckpt, steps, default_root_dir=run)
-    return {**found, "rates": [groups[0]["lr"] for groups in found["groups"]], "step": trainer.global_step}
+    _, found = fit(module_for(folder, **optim), strategy, [saving], None, ckpt, steps, default_root_dir=run)
+    return {**found, "rates": [groups[0]["lr"] for groups in found["groups"]]}

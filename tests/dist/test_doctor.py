@@ -18,25 +18,19 @@ from lit_fsdp.launch.doctor import Wanted
 from tests.dist.forks import ROOT, server
 from tests.ports import own_port
 
-RECIPE = ROOT / "recipes" / "smollm2-135m_full_fsdp2_2xcpu.yaml"
 _RUN_RANK = doctor_ranks.run_rank
 
 
-def begin(tmp_path: Path, *words: str, python: str, **env: str) -> subprocess.Popen[str]:
-    """``lit-fsdp doctor`` in an empty folder."""
+def begin(tmp_path: Path, *words: str, **variables: str) -> subprocess.Popen[str]:
+    """``lit-fsdp doctor --json`` in an empty folder."""
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "TORCHELASTIC"))}
-    return subprocess.Popen(
-        [python, "-m", "lit_fsdp", "doctor", *words],
-        cwd=tmp_path,
-        env={**inherited, "PYTHONPATH": str(ROOT), **env},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    env = {**inherited, "PYTHONPATH": str(ROOT), **variables}
+    line = [server().python, "-m", "lit_fsdp", "doctor", "--json", *words]
+    return subprocess.Popen(line, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def test_a_machine_is_examined_and_left_as_it_was(tmp_path: Path) -> None:
-    process = begin(tmp_path, "--json", "--config", str(RECIPE), python=server().python)
+    process = begin(tmp_path, "--config", str(ROOT / "recipes" / "smollm2-135m_full_fsdp2_2xcpu.yaml"))
     out, err = process.communicate(timeout=400)
     assert out, err
     report = json.loads(out)
@@ -55,8 +49,7 @@ def test_two_nodes_are_examined_together(tmp_path: Path) -> None:
     step = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}
     step |= {"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NODELIST": "localhost", "SLURM_LOCALID": "0"}
     started = [
-        begin(tmp_path, "--json", "--nodes", "2", python=server().python, **environment)
-        for environment in (step | {"SLURM_PROCID": f"{rank}", "SLURMD_NODENAME": f"node{rank}"} for rank in range(2))
+        begin(tmp_path, "--nodes", "2", **step, SLURM_PROCID=rank, SLURMD_NODENAME=f"node{rank}") for rank in "01"
     ]
     (out, err), (other, _) = [process.communicate(timeout=250) for process in started]
     assert out, err

@@ -10,13 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    Gemma3Config,
-    Gemma3ForCausalLM,
-    Gemma3ForConditionalGeneration,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.models.gemma3 import Gemma3Config, Gemma3ForCausalLM, Gemma3ForConditionalGeneration
 
 from lit_fsdp import CausalLMModule, load_weights
 from lit_fsdp.checkpoint.export import export
@@ -60,11 +55,10 @@ def test_logits_of_the_live_model(
     module = load_weights(CausalLMModule(name=str(folder)), checkpoint).model
     assert all(torch.equal(module.state_dict()[name], tensor.float()) for name, tensor in state.items())
     assert not any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out-fp32")
+    tokenizers = (AutoTokenizer.from_pretrained(tmp_path / "out-fp32"), miniature_tokenizer())
     question = [{"role": "user", "content": "2 + 2?"}]
-    assert tokenizer.apply_chat_template(question, tokenize=False) == miniature_tokenizer().apply_chat_template(
-        question, tokenize=False
-    )
+    found, wanted = (tokenizer.apply_chat_template(question, tokenize=False) for tokenizer in tokenizers)
+    assert found == wanted
 
 
 def test_the_command(tiny_model: Path, tmp_path: Path) -> None:
@@ -170,12 +164,10 @@ def _save(folder: Path, layout: Any, layers: int, rows: int, columns: int) -> Pa
     return folder
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="VmHWM is Linux's")
 @pytest.mark.parametrize(("layout", "dtype"), [("sharded", "none"), ("full", "bf16")])
 def test_peak_memory_is_far_below_the_models_size(tmp_path: Path, layout: str, dtype: str) -> None:
     tiny = _save(step_folder(tmp_path / "tiny", 1), layout, 2, 4, 4)
     big = _save(step_folder(tmp_path / "big", 1), layout, _LAYERS, _ROWS, _COLUMNS)
-    (tmp_path / "out").mkdir()
     words = [sys.executable, "-c", _MEASURE, *map(str, (tiny, big, tmp_path / "out", dtype, 0.05))]
     done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=500)
     assert done.returncode == 0, done.stderr

@@ -26,7 +26,7 @@ from lit_fsdp import Checkpoint, fsdp_strategy
 from lit_fsdp.checkpoint.run_folder import checkpoints
 from tests.dist.import_jobs import CPUFSDPStrategy
 from tests.dist.jobs import local, trainer_for
-from tests.faults.store_jobs import leave_free
+from tests.faults.store_jobs import leave_free, on_first
 
 ROWS, WIDTH = 8, 96
 SUBJECTS = ("lit_fsdp", "ModelParallelStrategy", "FSDPStrategy subclass", "DCP, fresh folders")
@@ -237,14 +237,6 @@ def holds(net: torch.nn.Module, value: float) -> bool:
     mine = torch.tensor(float(all(bool((local(p) == value).all()) for p in net.parameters())))
     dist.all_reduce(mine, op=dist.ReduceOp.MIN)
     return bool(mine)
-
-
-def on_first(act: Callable[[], Any]) -> None:
-    """What only the first rank does, between two barriers."""
-    dist.barrier()
-    if dist.get_rank() == 0:
-        act()
-    dist.barrier()
 
 
 def peer_full_disk(subject: str, run: str) -> list[dict[str, bool]]:
