@@ -71,3 +71,6 @@ def test_one_norm_of_all_in_fp32():
     weight.grad = torch.ones_like(weight)
     plugin.clip_grad_by_norm(torch.optim.SGD([weight]), 1.0)
     assert float(plugin.last_grad_norm) == pytest.approx(100.0, rel=1e-6)
+    weight.grad = torch.ones_like(weight)
+    plugin.clip_grad_by_norm(torch.optim.SGD([weight]), 150.0)
+    assert bool((weight.grad == 1).all())  # what is below the limit is left as it is
