@@ -54,9 +54,8 @@ class CausalLMModule(LightningModule):
     model: nn.Module | None  # the transformers model, once it is built
     attn_implementation: str  # that it runs with then
     takes_pairs = False  # of a chosen and a rejected completion
-    saved_names: set[str] | None = (
-        None  # with adapters: what a checkpoint holds of the model, beside its base; else all
-    )
+    # with adapters: what a checkpoint holds of the model, beside its base; else all
+    saved_names: set[str] | None = None
     _divided_by = 0  # which of a step's sums the loss is a mean over
 
     def __init__(self, **kwargs: Any) -> None:
@@ -197,10 +196,9 @@ class CausalLMModule(LightningModule):
                 groups[splits and clean in self._hidden, clean in self._decayed].append(param)
         options: list[dict[str, Any]] = []
         for (use_muon, decayed), params in groups.items():
-            own_options = {"use_muon": use_muon} if splits else {}
-            options += (
-                [{"params": params, "weight_decay": optim.weight_decay * decayed} | own_options] if params else []
-            )
+            if params:
+                group = {"params": params, "weight_decay": optim.weight_decay * decayed}
+                options.append(group | ({"use_muon": use_muon} if splits else {}))
         known = inspect.signature(cls).parameters
         own: dict[str, Any] = {"betas": (optim.beta1, optim.beta2), "eps": optim.eps}
         # Adafactor's eps are two

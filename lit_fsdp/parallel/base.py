@@ -9,6 +9,7 @@ import re
 import socket
 import threading
 import warnings
+from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
@@ -149,15 +150,16 @@ class EngineStrategy(Checkpoints):
         if config.is_sharded:
             self._forward_redirection: Any = self._step_inside
 
+    @abstractmethod
     def _shard(self, module: nn.Module, plan: UnitPlan, materializer: Materializer) -> nn.Module:
         """Wrap the module, filled by then; the root that is called in every step."""
-        raise NotImplementedError
 
     def reshard(self) -> None:
         """Free what is still gathered: optimizers are made of shards, and copies would not see what these move."""
 
+    @abstractmethod
     def _no_sync(self) -> AbstractContextManager[Any]:
-        raise NotImplementedError
+        """A context in which a backward pass reduces nothing."""
 
     def realized_units(self) -> set[str]:
         """Names of the modules that really are FSDP units, the root as ``""``."""
