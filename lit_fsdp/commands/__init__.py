@@ -15,7 +15,7 @@ _GROUPS = {
         "doctor": "look at this machine, or all nodes of a job: devices, disks, network",
     },
     "look before a run": {
-        "data": "see what a recipe trains on (inspect), tokenize ahead (prepare)",
+        "data": "see what a recipe trains on, and tokenize it ahead (inspect)",
         "model": "fetch or convert a model ahead of a run (prepare)",
         "audit": "what a recipe would do: FSDP units, mesh, dtypes, bytes per rank",
         "plan": "whether it fits a GPU, how fast it may be, and what to choose",
@@ -32,7 +32,7 @@ _GROUPS = {
     },
     "use the result": {
         "report": "a run as one page, or several runs beside each other",
-        "ckpt": "list the checkpoints of a run, or verify them",
+        "ckpt": "list or verify the checkpoints of a run, or import others'",
         "export": "a checkpoint as a Hugging Face folder",
         "generate": "ask an exported model",
     },

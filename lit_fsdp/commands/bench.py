@@ -85,7 +85,7 @@ def _run_all(folder: Path, words: Sequence[str], cells: Sequence[_Cell], repeats
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "bench.csv").open("a", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, [*cells[0], "repeat", *results, "failed"])
-        if not before:
+        if not file.tell():
             writer.writeheader()
         for repeat, cell in itertools.product(range(1, repeats + 1), cells):
             row = {**cell, "repeat": str(repeat)}
@@ -95,7 +95,7 @@ def _run_all(folder: Path, words: Sequence[str], cells: Sequence[_Cell], repeats
             run = folder / re.sub(r"[^\w.-]+", "_", "-".join(row.values()))
             flags = [f"--{'trainer.devices' if key == 'ranks' else key}={value}" for key, value in cell.items()]
             error = " ".join(run_fit(run, [*words, *flags]).split())
-            found = {} if error else _rows(run / "metrics.csv")[-1]
+            found = {} if error else (_rows(run / "metrics.csv") or [{}])[-1]
             if not error and not found.get("tokens_per_second"):
                 error = "no tokens/s in metrics.csv: a module of somebody else's counts none"
             failed += [cell] if error else []

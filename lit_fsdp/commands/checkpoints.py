@@ -64,12 +64,12 @@ def _show(parser: Any, argv: Sequence[str], hashes: bool) -> list[dict[str, Any]
     require(path.is_dir(), "PATH", f"{path}, which is no folder", "a run folder, or a checkpoint", "check the path")
     folder = path / FOLDER if (path / FOLDER).is_dir() else path
     entries = survey(folder)
-    if not entries:
-        read_manifest(path)  # else there is nothing
-        entries = [look_at(path)]
-    config = _config(folder.parent / "recipe.yaml")
+    config = _config((folder if entries else folder.parent).parent / "recipe.yaml")
     complete = [entry for entry in entries if entry.damage is None]
     means = {"last": complete[-1:], "best": ranked(complete, config.monitor, config.mode)[:1]}
+    if not entries:
+        read_manifest(path)  # else there is nothing
+        entries = [look_at(path)]  # whether it is the last or the best, the others of the run would say
     rows = []
     for entry in entries:
         differences = verify(entry.path, hashes)

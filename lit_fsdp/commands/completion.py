@@ -18,7 +18,7 @@ from lit_fsdp.config.parser import OWN_CLASSES, PATHS, SECTIONS, lightning_keys
 from lit_fsdp.config.run import STRATEGY, RunConfig
 from lit_fsdp.errors import require
 
-BELOW = {
+_BELOW = {
     "recipes": ("ls", "show", "cp"),
     "data": ("inspect",),
     "model": ("prepare",),
@@ -66,11 +66,11 @@ def completion_script(shell: str, verbs: Mapping[str, str], run: Callable[[list[
     for verb, text in verbs.items():
         if verb in ("fit", "validate", "test", "predict"):
             first.add_parser(verb, help=text, parents=[keys])
-        elif verb not in BELOW:
+        elif verb not in _BELOW:
             first.add_parser(verb, help=text, parents=parents(verb), add_help=False)
         else:
             second = first.add_parser(verb, help=text).add_subparsers()
-            for name in BELOW[verb]:
+            for name in _BELOW[verb]:
                 second.add_parser(name, help=name, parents=parents(f"{verb} {name}"), add_help=False)
     return str(shtab.complete(top, shell))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import sys
 from collections.abc import Sequence
@@ -46,6 +47,8 @@ def _inspect(argv: Sequence[str]) -> int:
     require(there, "data.train", "null", "a source of rows for a split", "set data.train: rows.jsonl")
     options.split = options.split or there[0]
     require(options.split in there, "--split", options.split, f"a split the recipe has: {', '.join(there)}")
+    can_draw = options.plot is None or importlib.util.find_spec("matplotlib") is not None
+    require(can_draw, "--plot", options.plot, "with matplotlib", "pip install 'lit-fsdp[plot]', or leave --plot out")
     speak()
     _show(options, run, there)
     return 0

@@ -153,6 +153,7 @@ def run_plan(argv: Sequence[str]) -> int:
         batch = {"data.global_batch_size": run.data.global_batch_size, "trainer.accumulate_grad_batches": None}
         words += [word for flag in search.flags_of({**best["changes"], **batch}) for word in flag.split(" ", 1)]
         values = _loaded(parser, words, gpus, nodes, "--gpus").values
+        options.write.parent.mkdir(parents=True, exist_ok=True)
         options.write.write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
         lines.append(f"written: {options.write}")
     print(json.dumps(record, indent=1) if options.json else "\n".join(lines))

@@ -7,6 +7,7 @@ from typing import Any
 from lit_fsdp.convert.conversion import Conversion, names, number
 from lit_fsdp.convert.deepspeed import put_engine, put_precision, put_ranks
 from lit_fsdp.convert.tables import OFF, Drop, Keep, Source, Table, rows, under
+from lit_fsdp.errors import require
 
 SHARDINGS = {w: w.lower() for w in "FULL_SHARD SHARD_GRAD_OP NO_SHARD HYBRID_SHARD HYBRID_SHARD_ZERO2".split()}
 _PREFETCH = {"BACKWARD_PRE": "pre", "BACKWARD_POST": "post", "NO_PREFETCH": "none"}
@@ -68,6 +69,8 @@ def convert_accelerate(conversion: Conversion, values: dict[str, Any]) -> None:
     version, table = fsdp_table(values, "1", {})
     source = Source(conversion, {**_ACCELERATE, **table}, values)
     distributed, word = source.take("distributed_type", "NO"), source.take("mixed_precision", "no")
+    fix = "lit-fsdp convert deepspeed FILE, with its own configuration"
+    require(distributed.value != "DEEPSPEED", distributed.key, "DEEPSPEED", " | ".join(_KINDS), fix)
     kind = distributed.read(_KINDS)
     ranks, on_cpu = _processes(conversion, source, kind, distributed.value)
     kind = "ddp" if kind == "fsdp" and on_cpu else kind

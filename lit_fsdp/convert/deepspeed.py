@@ -22,7 +22,7 @@ _HALF: Table = {
 }  # fmt: skip
 _DEVICE = Keep("cpu_offload", {"none": None, "cpu": True, "nvme": True}, "parameters, gradients and optimizer state "
                "together, in host memory")  # fmt: skip
-DEEPSPEED: Table = {
+_DEEPSPEED: Table = {
     "train_batch_size": Keep("data.global_batch_size"),
     "train_micro_batch_size_per_gpu": Keep("data.micro_batch_size"),
     "gradient_accumulation_steps": Keep("trainer.accumulate_grad_batches"),
@@ -81,7 +81,7 @@ DEEPSPEED: Table = {
 
 def convert_deepspeed(conversion: Conversion, values: dict[str, Any], ranks: int | None) -> None:
     """Convert a DeepSpeed configuration."""
-    source = Source(conversion, DEEPSPEED, values)
+    source = Source(conversion, _DEEPSPEED, values)
     stage = source.take("zero_optimization.stage", 0)
     sharding = stage.read(_STAGES)
     put_engine(conversion, "" if sharding == "no_shard" else "fsdp2", ranks)

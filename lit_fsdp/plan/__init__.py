@@ -1,1 +1,1 @@
-"""What a run would need and cost, by arithmetic."""
+"""What a run would need, by a simulated step, and how long a step takes, by arithmetic."""

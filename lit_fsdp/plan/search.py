@@ -224,4 +224,5 @@ def advice(run: RunConfig, recipe: Path, accelerator: str, allow_imports: Sequen
     try:
         return str(subprocess.run(words, env=environment, **options).stdout).rstrip()  # noqa: S603
     except (OSError, subprocess.SubprocessError) as error:
-        return f"what would save memory was not computed: {error}"
+        said = error.stderr.strip() if isinstance(error, subprocess.CalledProcessError) else error
+        return f"what would save memory was not computed: {said}"

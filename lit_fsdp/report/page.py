@@ -105,8 +105,9 @@ def write_page(runs: Sequence[RunFiles], out: Path) -> None:
 
 
 def write_curves(title: str, curves: Mapping[str, _Points], out: Path) -> None:
-    """Write a page of one chart; points are whole numbers and values, by the name of their curve."""
-    chart = _chart(title, [(name, points, number, 0) for number, (name, points) in enumerate(curves.items())])
+    """Write a page of one chart; points are ranks and values, by the name of their curve."""
+    drawn = [(name, points, number, 0) for number, (name, points) in enumerate(curves.items())]
+    chart = _chart(title, drawn, "ranks")
     _write(title, [f"<div class=charts>{chart}</div>"], out)
 
 
@@ -222,7 +223,7 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
-def _chart(title: str, curves: Sequence[tuple[str, _Points, int, int]]) -> str:
+def _chart(title: str, curves: Sequence[tuple[str, _Points, int, int]], across: str = "steps") -> str:
     """A figure of curves (name, points, color, dash) with their last values; inf and nan are counted in the title."""
     finite = [(name, [p for p in points if math.isfinite(p[1])], color, dash) for name, points, color, dash in curves]
     every = [point for _, points, _, _ in finite for point in points]
@@ -236,8 +237,8 @@ def _chart(title: str, curves: Sequence[tuple[str, _Points, int, int]]) -> str:
     high = high if high > low else low + (abs(low) or 1.0)
 
     def place(step: float, value: float) -> str:
-        across = (step - first) / (last - first) if last > first else 0.5
-        return f"{100 * across:.2f},{100 * (high - value) / (high - low):.2f}"
+        right = (step - first) / (last - first) if last > first else 0.5
+        return f"{100 * right:.2f},{100 * (high - value) / (high - low):.2f}"
 
     drawn, legend = [], []
     for name, points, color, dash in finite:
@@ -250,7 +251,7 @@ def _chart(title: str, curves: Sequence[tuple[str, _Points, int, int]]) -> str:
         f'<svg viewBox="0 0 100 100" preserveAspectRatio="none" role="img" aria-label="{title}">{"".join(drawn)}</svg>'
     )
     plot = f'<div class=plot data-low="{_number(low)}" data-high="{_number(high)}">{svg}</div>'
-    legend.append(f"<small>steps {first:,} to {last:,}</small>")
+    legend.append(f"<small>{across} {first:,} to {last:,}</small>")
     return f"<figure><figcaption>{title}</figcaption>{plot}<p class=legend>{' '.join(legend)}</p></figure>"
 
 
