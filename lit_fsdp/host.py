@@ -29,6 +29,16 @@ _PORTS = range(10000, 20000)
 _ISA_WITHOUT_BF16 = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI")
 
 
+def size_words(num_bytes: float) -> str:
+    """``1.5 MiB`` for 1572864."""
+    unit = "bytes"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if num_bytes < 1024:
+            break
+        num_bytes, unit = num_bytes / 1024, larger
+    return f"{num_bytes:.0f} bytes" if unit == "bytes" else f"{num_bytes:.1f} {unit}"
+
+
 def global_rank() -> int:
     """Rank of this process among those that torchrun, srun or Lightning started; 0 if it is alone."""
     if "RANK" in os.environ:

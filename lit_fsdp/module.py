@@ -81,7 +81,7 @@ class CausalLMModule(LightningModule):
     @functools.cached_property
     def source(self) -> ModelSource:
         """Where config, weights and tokenizer come from; found (and converted) at the first use."""
-        return resolve_model(self.config, torch.initial_seed())
+        return resolve_model(self.config)
 
     @functools.cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:

@@ -95,7 +95,6 @@ class PreferenceModule(CausalLMModule):
             with adapters_off(self.model), evaluating(self.model):
                 return self(batch)
         split = "train" if self.trainer.training else "test" if self.trainer.testing else "val"
-        self._refer_to(split)
         return self._references[split][:, batch["row"]]
 
     @functools.cached_property
@@ -111,6 +110,12 @@ class PreferenceModule(CausalLMModule):
             self._identity = None  # Lightning's own strategies have loaded the checkpoint by now
         for split in ("train", "val"):
             self._refer_to(split)
+
+    def on_validation_start(self) -> None:
+        """The same for what is not trained on; not in a step, as it frees what the engine has gathered."""
+        self._refer_to("test" if self.trainer.testing else "val")
+
+    on_test_start = on_validation_start
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Note which model the loss compares with, so that the checkpoint can be validated."""

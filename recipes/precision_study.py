@@ -77,7 +77,7 @@ def write_bf16_checkpoint(source: Path, folder: Path) -> Path:
     from lit_fsdp.models.resolve import resolve_model
 
     hf_logging.disable_progress_bar()
-    found = resolve_model(ModelConfig(name=str(source)), seed=0).weights_folder
+    found = resolve_model(ModelConfig(name=str(source))).weights_folder
     model = AutoModelForCausalLM.from_pretrained(found, dtype=torch.bfloat16)
     assert {param.dtype for param in model.parameters()} == {torch.bfloat16}
     model.save_pretrained(folder)

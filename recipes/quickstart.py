@@ -123,7 +123,7 @@ def show_scores(run: Path, held_out: list[dict[str, object]], export: Path) -> N
     from lit_fsdp.config.model import ModelConfig
     from lit_fsdp.models.resolve import resolve_model
 
-    base = resolve_model(ModelConfig(name=str(DATA / GGUF)), seed=0).weights_folder
+    base = resolve_model(ModelConfig(name=str(DATA / GGUF))).weights_folder
     dates = [row["messages"][1]["content"] for row in held_out]
     wanted = [row["messages"][2]["content"] for row in held_out]
     answers = {}

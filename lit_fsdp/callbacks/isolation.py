@@ -63,11 +63,17 @@ class IsolationProof(Callback):
         if batch.get("attention_mask") is not None:
             raise _refusal(module, "the batch has a 2-D attention_mask, with which transformers takes a pack for one")
         path, is_fixed = _remembered_at(trainer.strategy, module), not module.config.trust_remote_code
-        read = lambda: json.loads(path.read_bytes()) if is_fixed and path.is_file() else None  # noqa: E731
-        record = Ranks().first("looking for an earlier proof", read) or self.prove(trainer, batch)
+
+        def read() -> Any:
+            with contextlib.suppress(OSError, ValueError):  # it is proved again
+                return json.loads(path.read_bytes()) if is_fixed else None
+
+        remembered = Ranks().first("looking for an earlier proof", read)
+        record = remembered or self.prove(trainer, batch)
         if trainer.is_global_zero:
-            with contextlib.suppress(CheckpointError):  # a cache that cannot be written costs the next run a second
-                write_json(path, record)
+            if is_fixed and not remembered:
+                with contextlib.suppress(CheckpointError):  # a cache that cannot be written costs the next run a second
+                    write_json(path, record)
             verb = trainer.state.fn.value if trainer.state.fn else "fit"
             name = "isolation.json" if verb == "fit" else f"{verb}-isolation.json"
             write_json(Path(trainer.default_root_dir) / name, record)

@@ -58,9 +58,12 @@ class RunRecord(Callback):
         if not isinstance(exception, torch.OutOfMemoryError) or trainer.strategy.root_device.type != "cuda":
             return
         path = Path(trainer.default_root_dir) / "debug" / f"rank-{trainer.global_rank}.memory.pickle"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        torch.cuda.memory._dump_snapshot(str(path))
-        exception.add_note(f"what was allocated, and by which lines: {path}, for pytorch.org/memory_viz")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            torch.cuda.memory._dump_snapshot(str(path))
+            exception.add_note(f"what was allocated, and by which lines: {path}, for pytorch.org/memory_viz")
+        except OSError as error:
+            exception.add_note(f"what was allocated could not be written down: {error}")
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Say from which step the run goes on; its recipe is the run folder's from here on."""

@@ -13,7 +13,7 @@ from lit_fsdp.checkpoint.run_folder import Found
 from lit_fsdp.checkpoint.safetensors_file import num_bytes, spec_of
 from lit_fsdp.config.run import CheckpointConfig
 from lit_fsdp.errors import CheckpointError
-from lit_fsdp.host import GIB
+from lit_fsdp.host import size_words
 
 _BESIDE = 1.02  # manifest, states and headers, as a factor on the bytes of tensors
 
@@ -34,7 +34,7 @@ def checkpoint_bytes(
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             trained = sum(sizes.get(id(param), 0) for param in group["params"] if param.requires_grad)
-            total += trained * (bool(group["momentum"]) if "momentum" in group else 2)
+            total += trained * (bool(group["momentum"]) + ("alpha" in group) if "momentum" in group else 2)
     return round(total * _BESIDE)
 
 
@@ -48,9 +48,9 @@ def peak_count(config: CheckpointConfig, steps: int | None, validates: bool) -> 
     best = config.keep_best if validates else 0
     is_limited = config.keep_last != -1 and not config.keep_every
     kept = config.keep_last + best + 1 if is_limited else None
-    if steps is None or best:
+    if steps is None or (best and kept is None):
         return kept
-    saves = math.ceil(steps / config.every_steps) if config.every_steps else 1
+    saves = steps if best else math.ceil(steps / config.every_steps) if config.every_steps else 1
     return saves if kept is None else min(kept, saves)
 
 
@@ -70,17 +70,14 @@ def check_room(
     needed = max(checkpoint_bytes * (count or 1) - present, checkpoint_bytes)
     free = free_bytes(run_folder)
     number = "their number is not known" if count is None else f"at most {count} at a time"
-    what = f"checkpoints of {_gib(checkpoint_bytes)}, {number}"
+    what = f"checkpoints of {size_words(checkpoint_bytes)}, {number}"
     if needed > free:
         kept = f"keep_last {config.keep_last}, keep_best {config.keep_best}, keep_every {config.keep_every}"
         raise CheckpointError(
             f"{run_folder}: not enough disk space for checkpoints\n"
-            f"  needed:  {_gib(needed)} more: {what}\n"
-            f"  free:    {_gib(free)} on its file system\n"
-            f"  fix:     free {_gib(needed - free)}, keep fewer ({kept}), or name another trainer.default_root_dir"
+            f"  needed:  {size_words(needed)} more: {what}\n"
+            f"  free:    {size_words(free)} on its file system\n"
+            f"  fix:     free {size_words(needed - free)}, keep fewer ({kept}), "
+            "or name another trainer.default_root_dir"
         )
-    return f"{what}; {_gib(free)} free"
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / GIB:.3g} GiB"
+    return f"{what}; {size_words(free)} free"

@@ -6,6 +6,7 @@ template in its ``hf/`` folder. What goes where is planned from the manifest; no
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -71,7 +72,7 @@ class ExportPlan:
     base: BaseWeights | None = None
     """What is merged or compared with; opened for nothing else."""
 
-    @property
+    @functools.cached_property
     def dtype(self) -> str:
         """The dtype that most bytes of floating-point numbers have."""
         return _most_common_dtype(self.specs.values())
@@ -120,13 +121,17 @@ def export(
     has_adapter, given = bool(entry.get("adapter")), "a checkpoint without adapters"
     require(has_adapter or lora is None, f"--{lora}", given, "one of a run with model.lora", f"drop --{lora}")
     is_read = has_adapter and (check or lora == "merge")
+    verify_files(ckpt)
     weights = open_base(entry["base"], ckpt, base, trust_remote_code) if is_read else None
     plan = _planned(manifest, (lora or "adapter") if has_adapter else "model", weights, dtype, max_shard_gib)
     texts = _texts(manifest, plan)
-    verify_files(ckpt)
     draft = out.with_name(f".{out.name}.draft")
     with disk.naming(draft):  # of another client of a network file system no lock would tell whether it lives
-        draft.mkdir(parents=True)
+        try:
+            draft.mkdir(parents=True)
+        except FileExistsError:
+            text = f"another export is writing {out}, or a killed one left it, which may be removed"
+            raise CheckpointError(f"{draft}: {text}") from None
     try:
         _write(draft, manifest, plan, texts)
         differences = check(draft, manifest, plan) if check else []
@@ -253,12 +258,11 @@ def _deltas(
 
 def _texts(manifest: Manifest, plan: ExportPlan) -> dict[str, bytes]:
     """What is made here, by name: the configuration, the index of the weight files, the model card."""
-    config = _model_config(manifest, plan.dtype)
     texts = {"README.md": _model_card(manifest, plan).encode()}
     if plan.form == "adapter":
         revision = (plan.entry.get("base") or {}).get("revision")
         return {**texts, "adapter_config.json": _json({**plan.entry["adapter"], "revision": revision})}
-    texts["config.json"] = _json(config)
+    texts["config.json"] = _json(_model_config(manifest, plan.dtype))
     if len(plan.files) > 1:
         weight_map = {name: file for file, names in plan.files.items() for name in names}
         content = {"metadata": {"total_size": plan.num_bytes}, "weight_map": weight_map}

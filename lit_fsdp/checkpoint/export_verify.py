@@ -61,11 +61,12 @@ def _fill(model: Any, manifest: Manifest, plan: ExportPlan, of_base: bool = Fals
     prefix = f"model/{plan.entry['prefix']}"
     ties = dict(plan.entry["tied"])
     ties |= {first: again for again, first in ties.items()}
+    exported = set(plan.sources.values())
     for name, target in model.state_dict(keep_vars=True).items():
         saved = next((one for one in (prefix + name, prefix + ties.get(name, name)) if one in manifest.tensors), None)
         if saved is not None and not of_base:
             value = read_tensor(manifest, saved)
-            if plan.form == "adapter" and saved in plan.sources.values():
+            if plan.form == "adapter" and saved in exported:
                 value = value.to(getattr(torch, plan.dtype))
         elif plan.base is not None:
             value = plan.base.read(base_name(name))

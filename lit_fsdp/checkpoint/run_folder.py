@@ -194,17 +194,14 @@ def to_remove(found: Sequence[Found], config: CheckpointConfig, current: int | N
     return [entry for entry in ordered if entry.path not in kept]
 
 
-def retain(run_folder: Path, config: CheckpointConfig, current: int | None = None) -> Path | None:
-    """Remove what :func:`to_remove` says and give the best that is there; one that cannot go is a warning."""
+def retain(run_folder: Path, config: CheckpointConfig, current: int | None = None) -> None:
+    """Remove what :func:`to_remove` says; one that cannot go is a warning."""
     found = [entry for entry in checkpoints(run_folder) if STEP_NAME.fullmatch(entry.path.name)]  # others' are not ours
-    gone = to_remove(found, config, current)
-    for old in gone:
+    for old in to_remove(found, config, current):
         try:
             remove(old.path)
         except (CheckpointError, OSError) as error:
             _log.warning("%s", error)
-    top = ranked([entry for entry in found if entry not in gone], config.monitor, config.mode)
-    return top[0].path if top else None
 
 
 def remove(folder: Path) -> None:

@@ -12,9 +12,10 @@ import yaml
 from lit_fsdp.checkpoint.manifest import read_manifest
 from lit_fsdp.checkpoint.run_folder import FOLDER, look_at, ranked, survey
 from lit_fsdp.checkpoint.verify import sha256_of, verify
-from lit_fsdp.commands.parsing import columns, parse, run_one_of, size_words, verb_parser
+from lit_fsdp.commands.parsing import columns, parse, run_one_of, verb_parser
 from lit_fsdp.config.run import CheckpointConfig
-from lit_fsdp.errors import require
+from lit_fsdp.errors import CheckpointError, require
+from lit_fsdp.host import size_words
 
 _USAGE = """usage: lit-fsdp ckpt ls PATH [--json]
        lit-fsdp ckpt verify PATH [--json] [--sha256]
@@ -68,6 +69,8 @@ def _show(parser: Any, argv: Sequence[str], hashes: bool) -> list[dict[str, Any]
     complete = [entry for entry in entries if entry.damage is None]
     means = {"last": complete[-1:], "best": ranked(complete, config.monitor, config.mode)[:1]}
     if not entries:
+        if folder != path:
+            raise CheckpointError(f"{folder}: no checkpoints yet")
         read_manifest(path)  # else there is nothing
         entries = [look_at(path)]  # whether it is the last or the best, the others of the run would say
     rows = []

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from lit_fsdp.commands.parsing import parse, size_words, verb_parser
+from lit_fsdp.commands.parsing import parse, verb_parser
 from lit_fsdp.errors import require
+from lit_fsdp.host import size_words
 
 
 def run_export(argv: Sequence[str]) -> int:

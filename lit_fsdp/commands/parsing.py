@@ -94,13 +94,3 @@ def columns(lines: Sequence[Sequence[str]], right: Sequence[str] = ()) -> str:
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     aligned = [f"{'>' if head in right else '<'}{width}" for head, width in zip(lines[0], widths, strict=True)]
     return "\n".join("  ".join(map(format, cells, aligned)).rstrip() for cells in lines)
-
-
-def size_words(num_bytes: float) -> str:
-    """``1.5 MiB`` for 1572864."""
-    unit = "bytes"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if num_bytes < 1024:
-            break
-        num_bytes, unit = num_bytes / 1024, larger
-    return f"{num_bytes:.0f} bytes" if unit == "bytes" else f"{num_bytes:.1f} {unit}"

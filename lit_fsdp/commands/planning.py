@@ -17,11 +17,12 @@ from typing import Any
 import yaml
 
 from lit_fsdp.commands import parsing
-from lit_fsdp.commands.parsing import RECIPE, columns, size_words, verb_parser
+from lit_fsdp.commands.parsing import RECIPE, columns, verb_parser
 from lit_fsdp.config.data import DEFAULT_BATCH, accumulation_steps
 from lit_fsdp.config.parser import LoadedRecipe, load_recipe
 from lit_fsdp.config.run import STRATEGY, RunConfig
 from lit_fsdp.errors import ConfigError, require
+from lit_fsdp.host import size_words
 
 
 def run_audit(argv: Sequence[str]) -> int:

@@ -292,9 +292,11 @@ def _optimizer_has_its_engine(run: RunConfig) -> None:
 
 
 def _samples_have_prompts(run: RunConfig) -> None:
-    prompts = run.samples.prompts
+    prompts, others = run.samples.prompts, " and ".join(sorted(run.foreign))
+    given = f"{prompts} with somebody else's {others}"
+    require(prompts is None or not others, "samples.prompts", given, "our own model, data and strategy", "drop samples")
     needs_rows = isinstance(prompts, int) or (prompts is not None and run.samples.every_validation)
-    if run.verb == "fit" and needs_rows and "data" not in run.foreign:
+    if run.verb == "fit" and needs_rows:
         fix = "set data.val or data.val_split, or name a file of prompts and set samples.every_validation: false"
         require(run.data.has("val"), "samples.prompts", f"{prompts} without data.val", "validation rows", fix)
 

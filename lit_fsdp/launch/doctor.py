@@ -16,7 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-MIB, GIB = 2**20, 2**30
+from lit_fsdp.host import size_words
+
+MIB = 2**20
 Grade = Literal["ok", "warn", "fail"]
 
 
@@ -59,11 +61,6 @@ class Wanted:
 def judged(name: str, found: str, is_ok: bool, fix: str, otherwise: Grade = "fail") -> Row:
     """Build a row that is ok, or has another grade and its fix."""
     return Row(name, found) if is_ok else Row(name, found, otherwise, fix)
-
-
-def gib(num_bytes: float) -> str:
-    """Format bytes as GiB."""
-    return f"{num_bytes / GIB:.4g} GiB"
 
 
 def nearest(folder: Path) -> Path:
@@ -133,9 +130,9 @@ def judge_disk(wanted: Wanted) -> Row:
     """Judge the room for the checkpoints that are kept at a time."""
     folder, count = nearest(wanted.run_folder / "checkpoints"), wanted.num_checkpoints
     free = shutil.disk_usage(folder).free
-    found, needed = f"{gib(free)} free at {folder}", count * (wanted.checkpoint_bytes or 0)
+    found, needed = f"{size_words(free)} free at {folder}", count * (wanted.checkpoint_bytes or 0)
     if count and wanted.checkpoint_bytes is None:
         return Row("run folder", f"{found}; the size of a checkpoint is not known", "warn", "check model.name")
-    found += f"; {count} checkpoint(s) of {gib(needed / count)} at a time" if count else ""
-    fix = f"free {gib(needed - free)}, lower checkpoint.keep_last, or set another trainer.default_root_dir"
+    found += f"; {count} checkpoint(s) of {size_words(needed / count)} at a time" if count else ""
+    fix = f"free {size_words(needed - free)}, lower checkpoint.keep_last, or set another trainer.default_root_dir"
     return judged("run folder", found, free >= needed, fix)

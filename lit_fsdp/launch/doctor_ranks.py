@@ -25,7 +25,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from lit_fsdp.launch.doctor import GIB, MIB, Report, Row, Wanted, judged, nearest
+from lit_fsdp.host import GIB
+from lit_fsdp.launch.doctor import MIB, Report, Row, Wanted, judged, nearest
 
 ARRIVE_SECONDS = 180.0
 COLLECTIVE_SECONDS = 60.0

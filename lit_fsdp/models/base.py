@@ -113,7 +113,7 @@ def find_base(
         if name is None and saved.get("revision"):
             where = str(fetch(where, "model", trust_remote_code, saved["revision"]))
         config = ModelConfig(name=where, trust_remote_code=trust_remote_code, **options)
-        source = resolve_model(config, seed)
+        source = resolve_model(config)
     except ConfigError as error:
         fix = "say with --base where it is now; for code of its own export has --trust_remote_code"
         raise ConfigError("--base", error.given, f"{_words(saved)}, the base of {adapters}", fix) from error

@@ -204,7 +204,7 @@ def token_losses(
         trained = _trained(head)
         if not torch.is_grad_enabled() or not (hidden_ND.requires_grad or trained) or each:
             found.append(_loss_of_each(own_forward, hidden_ND, targets_N, plan, rows))
-        elif plan.backend == "liger" and len(targets_N):
+        elif plan.backend == "liger" and hidden_ND.requires_grad and len(targets_N):  # else its head has no gradient
             found.append(_liger_loss(head, hidden_ND, targets_N, plan))
         else:
             found.append(ChunkedLoss.apply(own_forward, targets_N, plan, rows, hidden_ND, *trained))

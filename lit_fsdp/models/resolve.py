@@ -28,7 +28,7 @@ _FIELD = "model.name"
 _CHUNK_ROWS = 8192  # of which a sum is made at a time, in fp64
 
 
-def resolve_model(config: ModelConfig, seed: int = 0, with_weights: bool = True) -> ModelSource:
+def resolve_model(config: ModelConfig, with_weights: bool = True) -> ModelSource:
     """Find what ``config`` names, converting it once if it cannot be read shard by shard as it is.
 
     Safe to call in every process: conversions happen in one, the others wait. A miniature never asks the hub and

@@ -49,7 +49,7 @@ def prepare_blocks(blocks: Iterable[nn.Module], config: ActivationConfig, compil
         forward: Any = getattr(block.forward, "_original", block.forward)
         original, words = forward, what
         if what in ("full", "selective"):
-            forward = _recomputed(block, forward, _kept_ops() if what == "selective" else [])
+            forward = _recomputed(block, forward, _kept_ops(block) if what == "selective" else [])
         if backend is not None:
             forward = torch.compile(forward, backend=backend)
         if config.offload_activations:
@@ -78,9 +78,13 @@ def recompute_by_unit(plan: UnitPlan) -> dict[str, str]:
     return found | {unit: f"{count} blocks {word}" for (unit, word), count in inside.items() if word != "no"}
 
 
-def _kept_ops() -> list[Any]:
+def _kept_ops(block: nn.Module) -> list[Any]:
     found = [getattr(getattr(torch.ops, space), op, None) for space, op in (name.split(".") for name in _KEPT_OPS)]
-    return [getattr(op, "default", op) for op in found if op is not None]
+    kept = [getattr(op, "default", op) for op in found if op is not None]
+    if any(getattr(module, "has_bias", False) is True for module in block.modules()):
+        # transformers adds the biases of experts (GPT-OSS) to these in place, and what is kept must not change
+        kept = [op for op in kept if op not in (torch.ops.aten._grouped_mm.default, torch.ops.aten.bmm.default)]
+    return kept
 
 
 def _in_training(block: nn.Module, forward: Callable[..., Any], changed: Callable[..., Any]) -> Callable[..., Any]:

@@ -79,8 +79,11 @@ class Checkpoints:
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Parameters and persistent buffers (or ``saved_names``) under their own names, sharded ones as DTensors."""
+        return self._saved_part(self._whole_state())
+
+    def _saved_part(self, state: dict[str, Any]) -> dict[str, Any]:
         saved = getattr(self.lightning_module, "saved_names", None)
-        return {name: tensor for name, tensor in self._whole_state().items() if saved is None or name in saved}
+        return {name: tensor for name, tensor in state.items() if saved is None or name in saved}
 
     def _whole_state(self) -> dict[str, Any]:
         state = dcp_state.get_model_state_dict(self._state_owner())
@@ -147,7 +150,8 @@ class Checkpoints:
         ranks, what = Ranks(), f"reading {path}"
         state, saved = ranks.own(what, lambda: (store.load_state(path), set(read_manifest(path).tensors)))
         self._rng_after_load = ranks.own(what, lambda: store.load_state(path, ranks.rank))
-        whole, model = self._whole_state(), self.lightning_module_state_dict()
+        whole = self._whole_state()
+        model = self._saved_part(whole)
         templates = {f"model/{name}": tensor for name, tensor in model.items()}
         names = {name.rpartition("/")[0] for name in saved}  # parameters that were never used have none
         optimizers: list[dict[str, Any]] = []
@@ -189,6 +193,10 @@ class Checkpoints:
         for optimizer, saved in zip(self.optimizers, content.get("optimizer_states", []), strict=False):
             params = [param for group in saved["param_groups"] for param in group["params"]]
             here = [name for group in self.optimizer_state(optimizer)["param_groups"] for name in group["params"]]
+            if len(params) != len(here):
+                raise CheckpointError(
+                    f"{path}: its optimizer has {len(params)} parameters, that of the run {len(here)}"
+                )
             # named there, or numbered in the order of the optimizer
             names = {p: p if isinstance(p, str) else name for p, name in zip(params, here, strict=True)}
             groups = [{**group, "params": [names[p] for p in group["params"]]} for group in saved["param_groups"]]

@@ -114,8 +114,8 @@ class FSDP1Strategy(EngineStrategy, FSDPStrategy):
     @functools.cached_property
     def _fsdp1_mesh(self) -> Any:
         """FSDP1 replicates ``no_shard`` over a 1-D mesh."""
-        is_flat = self.mesh.ndim == 1 or self.mesh.size(1) > 1
-        return self.mesh if is_flat else init_device_mesh(self.root_device.type, (self.world_size,))
+        fits = self.mesh.ndim == 1 or self.mesh.size(1) > 1
+        return self.mesh if fits else init_device_mesh(self.root_device.type, (self.world_size,))
 
     def reshard(self) -> None:
         """Free what is still gathered."""

@@ -218,7 +218,7 @@ def step_time(run: RunConfig, gpu: Gpu | None) -> dict[str, float] | None:
     peak = (gpu.tflops if gpu else {}).get("fp8" if strategy.precision_config.mode == "fp8" else row.compute)
     try:
         formula = flop_formula(model)
-    except ValueError:
+    except (AttributeError, ValueError):  # no formula, or a config without such keys
         return None
     if gpu is None or peak is None:
         return None

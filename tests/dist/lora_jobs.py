@@ -80,7 +80,7 @@ def peft_losses(
 
 def with_adapters(base: torch.nn.Module, config: ModelConfig, lora: dict[str, Any]) -> peft.LoraModel:
     """Plain peft around a model, its random tensors those that a run of this config starts from."""
-    source = resolve_model(config, 0)
+    source = resolve_model(config)
     meta, bare = build_on_meta(source.hf_config), build_on_meta(source.hf_config)
     settings = apply_lora(meta, LoraConfig(**lora))
     weights = LoraWeights(open_weights(source, bare, SEED), meta, SEED)

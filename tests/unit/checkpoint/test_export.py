@@ -47,7 +47,7 @@ class Saved:
         adapter, base, frozen = None, None, set()
         if lora is not None:
             config = ModelConfig(name=str(self.base))
-            base = describe_base(resolve_model(config, 0), config, 0)
+            base = describe_base(resolve_model(config), config, 0)
             adapter = apply_lora(self.model, LoraConfig(**lora))
             for module in self.model.modules():
                 for name, param in module._parameters.items():

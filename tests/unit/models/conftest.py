@@ -36,7 +36,7 @@ def fill(weights: Weights, meta: PreTrainedModel) -> PreTrainedModel:
 
 def opened(folder: Path, **options: Any) -> tuple[Any, Weights, PreTrainedModel]:
     """What a model folder is resolved to, its weights, and the model on meta."""
-    source = resolve_model(ModelConfig(name=str(folder), **options), 1)
+    source = resolve_model(ModelConfig(name=str(folder), **options))
     model = build_on_meta(source.hf_config, "eager")
     return source, open_weights(source, model, 1), model
 

@@ -23,7 +23,7 @@ CHECKPOINT = Path("run/checkpoints/step-00000002")
 def described(seed: int = 0, **options: Any) -> dict[str, Any]:
     """What a run with this ``model`` section says."""
     config = ModelConfig(**options)
-    return describe_base(resolve_model(config, seed), config, seed)
+    return describe_base(resolve_model(config), config, seed)
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from lit_fsdp.models.tokenizers import load_tokenizer, miniature_tokenizer
 
 
 def _resolve(name, **options):
-    return resolve_model(ModelConfig(name=name, **options), seed=7)
+    return resolve_model(ModelConfig(name=name, **options))
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def test_miniatures(tiny, no_hub):
     for family in ("llama", "gpt2", "gemma3_text", "mixtral", "opt", "phi3"):
         full = tiny(family, **({"hidden_size": 128} if family != "gpt2" else {"n_embd": 128}))
         config = ModelConfig(name=full.to_dict(), miniature=True)
-        source = resolve_model(config, 7)
+        source = resolve_model(config)
         small = source.hf_config
         assert (source.weights_folder, source.tokenizer_source) == (None, None)
         assert (small.model_type, small.hidden_size) == (full.model_type, 64)

@@ -111,17 +111,17 @@ def test_free_rows_are_used_first(base):
     stored = AutoModelForCausalLM.from_pretrained(folder).get_input_embeddings().weight
     assert source.hf_config.vocab_size == TIGHT + 2
     assert torch.allclose(ours.get_input_embeddings().weight[TIGHT:], stored[:TIGHT].mean(0), atol=1e-7)
-    roomy = resolve_model(ModelConfig(name=str(base("qwen2", rows=400)), add_tokens=TOKENS), 0)
+    roomy = resolve_model(ModelConfig(name=str(base("qwen2", rows=400)), add_tokens=TOKENS))
     assert roomy.hf_config.vocab_size == 400
 
 
 def test_known_tokens_change_nothing_and_a_foreign_tokenizer_is_refused(base, caplog):
     config = ModelConfig(name=str(base()), add_tokens=["<|im_end|>"])
-    source = resolve_model(config, 0)
+    source = resolve_model(config)
     assert (source.overlay, source.hf_config.vocab_size) == (None, TIGHT)
     with caplog.at_level(logging.INFO, logger="lit_fsdp"):
         assert len(load_tokenizer(source, config)) == TIGHT
     assert "none, as it has them all" in caplog.text
     folder = base("qwen2", rows=300)
     with pytest.raises(ConfigError, match=r"17 tokens beyond the 300 embeddings, which add_tokens does not name"):
-        resolve_model(ModelConfig(name=str(folder), add_tokens=TOKENS), 0)
+        resolve_model(ModelConfig(name=str(folder), add_tokens=TOKENS))

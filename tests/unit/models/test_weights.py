@@ -42,7 +42,7 @@ def test_files_as_they_are_found(saved):
 
 def test_missing_and_misshapen_tensors_are_named(saved):
     folder = saved("llama")
-    source = resolve_model(ModelConfig(name=str(folder)), 1)
+    source = resolve_model(ModelConfig(name=str(folder)))
     source.hf_config.intermediate_size = 100
     with pytest.raises(CheckpointError, match=r"gate_proj\.weight: \(128, 64\) in the folder, \(100, 64\)"):
         open_weights(source, build_on_meta(source.hf_config), 1)
