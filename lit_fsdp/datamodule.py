@@ -123,6 +123,7 @@ class CausalLMDataModule(LightningDataModule):
             said, config = strategy.broadcast((str(refused) if refused else None, self.config))
             if not is_good:
                 raise refused or DataError(said or "another node could not prepare the data, and says why")
+            config = dataclasses.replace(config, cache_dir=self.config.cache_dir)  # a node's own
             if config != self.config:  # as after a push to the hub in the meantime
                 self.config, self._samples = config, {}
         self.prepare(_STAGES[stage])

@@ -155,7 +155,7 @@ def accumulation_steps(config: DataConfig, world_size: int, accumulate: int | No
     ``accumulate``, which is ``trainer.accumulate_grad_batches``, may stand in place of ``global_batch_size``.
 
     Raises:
-        ConfigError: The global batch is not a multiple of ``micro_batch_size * world_size``, or both do not agree.
+        ConfigError: The global batch is not a multiple of ``micro_batch_size * world_size``, or the two do not agree.
     """
     if config.global_batch_size is None and accumulate is not None:
         return accumulate

@@ -161,8 +161,8 @@ def tokenized(encoded: Sequence[EncodedRow], keys: Sequence[int] = ()) -> tuple[
     samples = [sample for row in encoded for sample in row.samples]
     numbers = [number for number, row in enumerate(encoded) for _ in row.samples]
     arrays: dict[str, Any] = {
-        "input_ids": np.concatenate([np.zeros(0, int), *(sample.input_ids for sample in samples)]),
-        "supervised": np.concatenate([np.zeros(0, int), *(sample.supervised for sample in samples)]),
+        "input_ids": np.concatenate([np.zeros(0, "<i4"), *(sample.input_ids for sample in samples)]),
+        "supervised": np.concatenate([np.zeros(0, bool), *(sample.supervised for sample in samples)]),
         "lengths": [len(sample.input_ids) for sample in samples],
         "num_supervised": [np.count_nonzero(sample.supervised) for sample in samples],
         "numbers": numbers,

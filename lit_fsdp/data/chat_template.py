@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -65,7 +66,10 @@ class ChatTemplate:
         try:
             if "strftime_now" in source:  # of which transformers lets nobody choose the clock
                 _compile_jinja_template(source).environment.globals["strftime_now"] = _TODAY.strftime
-            (text,), marks = render([conversation.messages], **options)
+            try:
+                (text,), marks = render([conversation.messages], **options)
+            except TypeError:  # DeepSeek V3 adds the arguments of calls to other text, so they have to be text
+                (text,), marks = render([[_with_text(message) for message in conversation.messages]], **options)
         except Exception as error:  # Jinja's errors, and whatever a template raises
             raise DataError(
                 f"{location}: the chat template refuses it ({' '.join(str(error).split())})\n"
@@ -83,6 +87,15 @@ class ChatTemplate:
             return None
 
 
+def _with_text(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with the arguments of its calls as JSON text."""
+    calls = []
+    for call in message.get("tool_calls") or []:
+        arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+        calls.append({**call, "function": {**call["function"], "arguments": arguments}})
+    return {**message, "tool_calls": calls} if calls else message
+
+
 def find_template(choice: str | None, tokenizer: Any, kwargs: Mapping[str, Any] | None = None) -> ChatTemplate | None:
     """The template of ``data.chat_template``; ``None`` if it is null and the tokenizer has none of its own.
 
@@ -98,11 +111,15 @@ def find_template(choice: str | None, tokenizer: Any, kwargs: Mapping[str, Any] 
     if choice is not None:
         try:
             return ChatTemplate(Path(choice).expanduser().read_text(encoding="utf-8"), variables)
-        except OSError as error:
+        except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(_FIELD, f"{choice} ({error})", _ALLOWED, "check the name or path") from error
     if not tokenizer.chat_template:
         return None
-    return ChatTemplate(tokenizer.get_chat_template(), variables, tokenizer.get_chat_template(tools=[]))
+    try:
+        return ChatTemplate(tokenizer.get_chat_template(), variables, tokenizer.get_chat_template(tools=[]))
+    except ValueError as error:
+        fix = "save the one that you want to a file, and name it"
+        raise ConfigError(_FIELD, "null with several templates, none of them the default", _ALLOWED, fix) from error
 
 
 def no_template(given: str) -> ConfigError:

@@ -106,6 +106,12 @@ def preference_sides(row: Mapping[str, Any], location: str) -> list[dict[str, An
         pairs = enumerate(zip(chosen, rejected, strict=False))
         shared = next((i for i, (a, b) in pairs if a != b), min(len(chosen), len(rejected)))
         shared -= chosen[shared - 1 : shared] == " "  # which goes with the word behind it
+        said = [one.get("content") for one in chosen[:shared] if isinstance(one, Mapping)]
+        if isinstance(prompt, str) and prompt.strip() not in [text.strip() for text in said if isinstance(text, str)]:
+            fix = "write the prompt as a list of messages"
+            raise DataError(
+                f"{location}: prompt is a text that chosen and rejected do not begin with\n  fix:     {fix}"
+            )
         prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
     more = {name: row[name] for name in ("system", "tools", "chat_template_kwargs") if row.get(name) is not None}
     return [{**more, "prompt": prompt, "completion": completion} for completion in (chosen, rejected)]
@@ -196,8 +202,10 @@ def _calls(calls: Any, location: str) -> list[dict[str, Any]]:
         arguments = _from_json(function.get("arguments"), what) or {}
         if not isinstance(arguments, Mapping):
             raise DataError(f"{what} are an object, not {_shown(arguments)}")
-        whole = call if "function" in call else {"type": "function"}
-        found.append({**whole, "function": {**function, "arguments": dict(arguments)}})
+        if function is call:  # its name and arguments stand beside its id
+            function = {key: value for key, value in call.items() if key not in ("id", "type")}
+            call = {"type": "function"} | {key: value for key, value in call.items() if key == "id"}
+        found.append({**call, "function": {**function, "arguments": dict(arguments)}})
     return found
 
 

@@ -51,7 +51,8 @@ def read_file(path: str, start: int = 0) -> Iterator[RawRow]:
             table = datasets.load_dataset(_TABLES[kind], **options)
         return read_table(path, table, start)
     if path.startswith(GENERATED):
-        rows: Iterable[Any] = generated_rows(int(path.removeprefix(GENERATED)))
+        with naming(path):
+            rows: Iterable[Any] = generated_rows(int(path.removeprefix(GENERATED)))
     elif kind in _SEPARATORS:
         rows = _records(path, _SEPARATORS[kind])
     elif kind == ".json" and not _has_lines(path):
@@ -140,8 +141,8 @@ def _lines(path: str, is_text: bool) -> Iterator[RawRow]:
 def _has_lines(path: str) -> bool:
     """Whether the first line of a JSON file is a row."""
     with _opened(path) as file:
-        first = next((line for line in file if line.removeprefix(_BOM).strip()), b"")
-    return isinstance(from_json(first, path), dict)
+        first = next((line for line in file if line.removeprefix(_BOM).strip()), b"").removeprefix(_BOM).lstrip()
+    return first[:1] == b"{" and isinstance(from_json(first, path), dict)  # a list may be the whole file on one line
 
 
 def _document(path: str) -> list[Any]:

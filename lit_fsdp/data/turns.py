@@ -275,8 +275,9 @@ def _with_own_tags(message: Message, index: int, strips: bool) -> Message:
 
 
 def _in_front(tag: str, text: str) -> str:
-    """The text with a tag before its first character that is no blank."""
-    return text[: len(text) - len(text.lstrip())] + tag + text.lstrip()
+    """The text with a tag before its first character that is no blank; one of blanks, or none, as it is."""
+    at = len(text) - len(text.lstrip())
+    return text[:at] + tag + text[at:] if text.strip() else text
 
 
 def _read_tags(tagged: str) -> tuple[str, list[_Tag]]:

@@ -34,7 +34,10 @@ def data_table(record: Mapping[str, Any]) -> Table:
 def _cells(split: Mapping[str, Any]) -> dict[str, str]:
     """Label and text of every line of a split's column; no text where there is nothing to say."""
     packs, dropped = split["packs"], "\n".join(f"{count:,} {reason}" for reason, count in split["dropped"].items())
-    sources = [f"{source['name']}: {source.get('rows', '')} {source['format']}" for source in split["sources"]]
+    sources = []
+    for source in split["sources"]:
+        rows = f"{source['rows']:,} " if "rows" in source else ""  # not known of a stream
+        sources.append(f"{source['name']}: {rows}{source['format']}")
     return {
         "from": split["from"],
         "samples of each source": "\n".join(sources),

@@ -193,7 +193,7 @@ def _data_and_model(run: RunFiles) -> list[str]:
         rows = zip(*(map(str, column.cells) for column in table.columns), strict=True)
         title = str(table.title or "Dtypes, as read back")
         found.append(_table(title, [str(column.header) for column in table.columns], rows))
-    return [*found, *(f"<p class=note>{_text(line)}</p>" for line in run.data.get("warnings", ()))]
+    return found
 
 
 def _beside(title: str, names: Sequence[str], columns: Sequence[Mapping[str, str]]) -> str:

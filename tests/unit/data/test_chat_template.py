@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from lit_fsdp.config.data import DataConfig
-from lit_fsdp.data.chat_template import NAMES, find_template
+from lit_fsdp.data.chat_template import NAMES, ChatTemplate, find_template
 from lit_fsdp.data.encode import RowEncoder
+from lit_fsdp.data.formats import to_conversation
 from lit_fsdp.errors import ConfigError, DataError
 from tests.unit.data import tokenizers as shipped
 from tests.unit.data.conftest import byte_level_tokenizer
@@ -92,6 +93,14 @@ def test_what_a_family_cannot_show(fitted: Any):
         error = rf"(?s)^rows\.jsonl:7: the chat template refuses it \({name}.*{said}.*fix: "
         with pytest.raises(DataError, match=error):
             _text(tokenizer, messages, tools, chat_template=name)
+
+
+def test_arguments_that_have_to_be_text():
+    """As DeepSeek V3 adds them to other text."""
+    call = {"name": "look", "arguments": {"city": "Tromsø"}}
+    row = {"messages": [{"role": "assistant", "content": "x", "tool_calls": [call]}]}
+    template = ChatTemplate("{{ messages[0].content + messages[0].tool_calls[0].function.arguments }}", {})
+    assert template.render(to_conversation(row, "messages", "rows:1"), "rows:1")[0] == 'x{"city": "Tromsø"}'
 
 
 def test_today_is_always_one_day(tokenizer: Any):

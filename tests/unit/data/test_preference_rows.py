@@ -47,7 +47,8 @@ def test_bad_rows_are_named_in_one_sentence():
         ({"chosen": "a", "rejected": [YO]}, "chosen is str 'a' and rejected list"),
         ({"chosen": 1, "rejected": 2}, "chosen is int '1' and rejected int '2'"),
         ({"prompt": [HI], "chosen": [HI], "rejected": []}, "rejected: completion: a conversation is a list of at"),
-        ({"prompt": "what?", "chosen": [YO], "rejected": [NO]}, "chosen: prompt: a conversation is a list of at"),
+        ({"chosen": [YO], "rejected": [NO]}, "chosen: prompt: a conversation is a list of at"),
+        ({"prompt": "what?", "chosen": [HI, YO], "rejected": [HI, NO]}, "prompt is a text that chosen and rejected do"),
     ]:
         with pytest.raises(DataError, match=rf"^rows\.jsonl:3: {message}"):
             _encode(row, "preference", template=CHATML)

@@ -154,6 +154,8 @@ def test_names_that_are_not_there(tmp_path: Path):
     with pytest.raises(ConfigError, match="at least one source"):
         find_sources("")
     assert _rows("generated:7") == generated_rows(20)[:7]
+    with pytest.raises(DataError, match=r"^generated:1k: cannot be read"):
+        _rows("generated:1k")
     for content in ("3", '[{"a": 1}', '{"a": 1} {"a": 2}\n'):
         with pytest.raises(DataError, match=r"rows\.json: (not JSON|row 0: int, not an object)"):
             _ = find_sources(str(_write(tmp_path / "rows.json", content)))[0].row_format

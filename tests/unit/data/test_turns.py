@@ -142,6 +142,7 @@ def test_turns_of_templates_of_every_temper(small: Any):
         (CHATML, say("u:1", f"a:{THOUGHT}2"), [THOUGHT + "2<|im_end|>"]),
         (THINKING, say("u:1", f"a:{THOUGHT}2", "u:3", f"a:{THOUGHT}4"), ["2<|im_end|>", THOUGHT + "4<|im_end|>"]),
         (THINKING, say("u:1", "a:2", "u:3"), ["2<|im_end|>"]),
+        (THINKING, [*say("u:1"), {**say("a:2")[0], "reasoning": ""}, *say("u:3")], ["2<|im_end|>"]),
         (THINKING, say("u:1", "a:2", "t:r", "a:"), [empty + "2<|im_end|>", empty + "<|im_end|>"]),
         (THINKING, say("s:S", "a:0", "u:1", "a:2"), ["0<|im_end|>", empty + "2<|im_end|>"]),
         (THINKING, _calls(reasoning="why"), [THOUGHT + look + "<|im_end|>", empty + "It is.<|im_end|>"]),

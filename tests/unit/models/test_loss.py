@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+from unittest import mock
 
 import pytest
 import torch
@@ -100,6 +102,15 @@ def test_what_is_not_known_is_said_and_done_plainly(tiny, caplog):
         assert said in caplog.text
     with pytest.raises(ConfigError, match=r"not installed[\s\S]*pip install lit-fsdp\[liger\]"):
         plan_loss(build_on_meta(tiny("llama"), "eager"), LossConfig(backend="liger"))
+
+
+def test_a_head_over_a_frozen_body_is_trained_without_liger(tiny, monkeypatch):
+    """Whose kernel gives weights a gradient only beside one of the hidden states."""
+    monkeypatch.setattr("lit_fsdp.models.loss._liger_loss", mock.Mock(side_effect=AssertionError))
+    model = AutoModelForCausalLM.from_config(tiny("llama", tie_word_embeddings=False)).requires_grad_(False)
+    head, plan = model.get_output_embeddings().requires_grad_(True), plan_loss(model)
+    causal_lm_forward(model, _batch(), dataclasses.replace(plan, backend="liger")).loss_sum.backward()
+    assert bool(head.weight.grad.any())
 
 
 def _tensors():

@@ -7,9 +7,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM
 
 from lit_fsdp.config.strategy import ActivationConfig
 from lit_fsdp.parallel.activation import prepare_blocks, recomputes
+from tests.unit.models.families import tiny
 
 WIDTH, ROWS, TOKENS, BLOCKS = 16, 2, 4, 5
 LINEAR = 2 * ROWS * TOKENS * WIDTH * WIDTH  # FLOPs of one linear layer forward; its backward costs twice that
@@ -125,3 +127,16 @@ def test_a_smaller_budget_saves_less(monkeypatch: pytest.MonkeyPatch):
     torch._dynamo.reset()
     saved = [sum(tensor.untyped_storage().nbytes() for tensor in found.values()) for found in kept]
     assert saved[0] < saved[1] / 2
+
+
+def test_what_is_added_to_in_place_is_not_kept():
+    """GPT-OSS adds the biases of its experts to their products."""
+    model = AutoModelForCausalLM.from_config(tiny("gpt_oss")).train()
+    ids, found = torch.arange(3, 19).reshape(2, 8), []
+    for mode in ("none", "selective"):
+        prepare_blocks(model.model.layers, ActivationConfig(mode=mode))
+        model.zero_grad()
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        found.append([param.grad.clone() for param in model.parameters() if param.grad is not None])
+    assert found[0]
+    assert all(map(torch.equal, *found))

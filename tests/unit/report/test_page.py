@@ -60,7 +60,7 @@ def test_what_a_run_folder_holds(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert page.curves == {"train_loss": 3, "val_loss": 2, "lr": 4, "mine": 2}
     assert ("mine (1 inf or nan)" in page.text, "loss (1 inf or nan)" in page.text) == (True, True)
     memory = dict(page.tables["Memory, planned and measured"])
-    assert list(memory.values()) == ["3 GiB", "4 GiB", "2 GiB", "75.0%"]
+    assert list(memory.values()) == ["3.0 GiB", "4.0 GiB", "2.0 GiB", "75.0%"]
     glance = dict(page.tables["At a glance"])
     assert glance["optimizer steps"] == "4 of 6"
     assert glance["engine"] == "fsdp2, hybrid_shard, 8 ranks, 4 copies"
