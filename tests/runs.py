@@ -1,8 +1,9 @@
-"""Recipes given as mappings, and what a run folder holds, as tests of every folder read them."""
+"""Recipes given as mappings, what a run folder holds, and ports, for tests of every folder."""
 
 from __future__ import annotations
 
 import csv
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from lit_fsdp.checkpoint.run_folder import survey
 from lit_fsdp.checkpoint.store import verify_files
 from lit_fsdp.config.parser import load_recipe
 from lit_fsdp.config.run import RunConfig
+from lit_fsdp.host import free_port
 
 
 def check_recipe(values: dict[str, Any], verb: str) -> RunConfig:
@@ -50,3 +52,10 @@ def whole_steps(run: Path, may_hide: bool = False) -> list[int]:
     beside = {path.name for path in (run / "checkpoints").iterdir()} - {entry.path.name for entry in found}
     assert all(may_hide and name.startswith(".") for name in beside), beside
     return [entry.step for entry in found]
+
+
+def own_port() -> int:
+    """A free port that no other process of this test run chooses, however long it takes until somebody listens."""
+    index = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    count = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    return next(port for port in iter(free_port, None) if port % count == index % count)

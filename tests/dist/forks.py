@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.dist import client
-from tests.ports import own_port
+from tests.runs import own_port
 
 ROOT = Path(__file__).resolve().parents[2]
 SMOKE = [

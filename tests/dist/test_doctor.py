@@ -16,7 +16,7 @@ import pytest
 from lit_fsdp.launch import doctor_ranks
 from lit_fsdp.launch.doctor import Wanted
 from tests.dist.forks import ROOT, server
-from tests.ports import own_port
+from tests.runs import own_port
 
 _RUN_RANK = doctor_ranks.run_rank
 

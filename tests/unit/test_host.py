@@ -15,7 +15,7 @@ from lit_fsdp import host
 from lit_fsdp.__main__ import main
 from lit_fsdp.errors import CheckpointError, ConfigError
 from lit_fsdp.host import free_port, make_once
-from tests.ports import own_port
+from tests.runs import own_port
 
 
 def _write(folder):

@@ -11,16 +11,8 @@ import torch
 ROOT = Path(__file__).parents[2]
 
 
-def stepped(dtype: torch.dtype, rate: float) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Parameters before and after one SGD step with gradient 1; half of them are 1, half are 2**-10."""
-    weight = torch.nn.Parameter(torch.tensor([1.0] * 4 + [2.0**-10] * 4, dtype=dtype))
-    before = weight.detach().clone()
-    weight.grad = torch.ones_like(weight)
-    torch.optim.SGD([weight], lr=rate).step()
-    return [before], [weight.detach()]
-
-
 def test_updates_below_half_a_spacing_vanish(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After one SGD step with gradient 1 from four ones and four of 2**-10."""
     monkeypatch.syspath_prepend(str(ROOT / "recipes"))  # as when it is run from there
     count_unchanged = runpy.run_path(str(ROOT / "recipes/precision_study.py"))["count_unchanged"]
     for dtype, rate, unchanged in (
@@ -30,4 +22,7 @@ def test_updates_below_half_a_spacing_vanish(monkeypatch: pytest.MonkeyPatch) ->
         (torch.float32, 1e-4, 0),
         (torch.float32, 1e-8, 4),  # fp32 has an end too
     ):
-        assert count_unchanged(*stepped(dtype, rate)) == (unchanged, 8)
+        weight = torch.nn.Parameter(torch.tensor([1.0] * 4 + [2.0**-10] * 4, dtype=dtype))
+        before, weight.grad = weight.detach().clone(), torch.ones_like(weight)
+        torch.optim.SGD([weight], lr=rate).step()
+        assert count_unchanged([before], [weight.detach()]) == (unchanged, 8), (dtype, rate)
