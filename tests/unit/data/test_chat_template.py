@@ -95,8 +95,7 @@ def test_what_a_family_cannot_show(fitted: Any):
             _text(tokenizer, messages, tools, chat_template=name)
 
 
-def test_arguments_that_have_to_be_text():
-    """As DeepSeek V3 adds them to other text."""
+def test_arguments_that_have_to_be_text():  # as DeepSeek V3 adds them to other text
     call = {"name": "look", "arguments": {"city": "Tromsø"}}
     row = {"messages": [{"role": "assistant", "content": "x", "tool_calls": [call]}]}
     template = ChatTemplate("{{ messages[0].content + messages[0].tool_calls[0].function.arguments }}", {})

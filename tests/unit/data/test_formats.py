@@ -55,9 +55,8 @@ def test_calls_and_tools():
         function = {"name": "f", "arguments": arguments}
         for call in ({**CALL, "function": function}, function):
             assert said(HI, {"role": "assistant", "content": None, "tool_calls": [call]})[1] == wanted
-    flat = {"id": "c1", "name": "f", "arguments": {"a": 1}}
-    whole = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
-    assert said(HI, {**YO, "tool_calls": [flat]})[1]["tool_calls"] == [whole]
+    flat = {"id": "c1", **CALL["function"]}
+    assert said(HI, {**YO, "tool_calls": [flat]})[1]["tool_calls"] == [{**CALL, "id": "c1"}]
     answer = {"role": "tool", "content": "2", "name": "f"}
     assert said({**YO, "tool_calls": [], "train": None}, {**answer, "tool_call_id": None}) == [YO, answer]
     for tools, schemas in (([{"name": "f"}], [{"name": "f"}]), ('[{"name": "f"}]', [{"name": "f"}]), ("", None)):
