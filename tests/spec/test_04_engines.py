@@ -65,4 +65,4 @@ def test_a_plain_loop(reference: Path, tmp_path: Path) -> None:
     )
     peaks = [audit["predicted_peak_bytes"], *sorted(audit["measured_peak_bytes_per_rank"], reverse=True)]
     shown = [words for _, words in page.tables["Memory, planned and measured"][:3]]
-    assert shown == [f"{peak / 2**30:.3g} GiB" for peak in peaks]
+    assert shown == [f"{peak / 2**20:.1f} MiB" for peak in peaks]
