@@ -19,11 +19,10 @@ from lit_fsdp.config.run import check_whole_batches
 from lit_fsdp.data.batches import BatchLoader, SampleBatches
 from lit_fsdp.data.encode import RowEncoder
 from lit_fsdp.data.order import GlobalOrder, micro_batches, num_micro_batches
-from lit_fsdp.data.packing import Samples, prepare_samples
+from lit_fsdp.data.packing import Samples, describe_data, prepare_samples
 from lit_fsdp.data.prompts import Prompt, read_prompts
 from lit_fsdp.data.sources import pinned
-from lit_fsdp.data.stats import describe_data, first_samples
-from lit_fsdp.data.stream import SampleStream, StreamLoader
+from lit_fsdp.data.stream import SampleStream, StreamLoader, first_samples
 from lit_fsdp.data.workers import load
 from lit_fsdp.errors import ConfigError, DataError, require
 from lit_fsdp.host import is_first_process

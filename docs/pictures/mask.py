@@ -25,7 +25,7 @@ def main() -> None:
     from lit_fsdp.data.cache import prepare_rows
     from lit_fsdp.data.encode import RowEncoder
     from lit_fsdp.models.resolve import resolve_tokenizer
-    from lit_fsdp.report.samples import print_samples
+    from lit_fsdp.report.data import print_samples
 
     run = load_recipe(["--config", "recipes/quickstart.yaml"], "data").run
     tokenizer = resolve_tokenizer(run.model)

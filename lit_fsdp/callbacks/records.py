@@ -19,7 +19,7 @@ from lit_fsdp.config.parser import changed_values
 from lit_fsdp.metrics.hardware import peak_device_bytes, peak_host_bytes, reset_peak_host_bytes
 from lit_fsdp.parallel.base import EngineStrategy
 from lit_fsdp.redaction import redact_values
-from lit_fsdp.report.data_tables import data_table
+from lit_fsdp.report.data import data_table
 from lit_fsdp.report.tables import dtypes_table, parameter_counts, units_table, wide_console
 
 _log = logging.getLogger(__name__)

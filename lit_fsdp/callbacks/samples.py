@@ -20,7 +20,7 @@ from lit_fsdp.checkpoint.files import replace_bytes
 from lit_fsdp.config.parser import build
 from lit_fsdp.config.run import SamplesConfig
 from lit_fsdp.data.prompts import Prompt
-from lit_fsdp.report.samples import visible
+from lit_fsdp.report.data import visible
 
 _COLUMNS = ["step", "prompt", "wanted", "got"]
 _AT_ONCE = 8  # prompts of one batch on each rank

@@ -56,11 +56,10 @@ def _inspect(argv: Sequence[str]) -> int:
 
 def _show(options: argparse.Namespace, run: RunConfig, splits: list[str]) -> None:
     from lit_fsdp.data.encode import RowEncoder
-    from lit_fsdp.data.packing import prepare_samples
-    from lit_fsdp.data.stats import describe_data, first_samples
+    from lit_fsdp.data.packing import describe_data, prepare_samples
+    from lit_fsdp.data.stream import first_samples
     from lit_fsdp.models.resolve import resolve_tokenizer
-    from lit_fsdp.report.data_tables import data_table, write_plot
-    from lit_fsdp.report.samples import pieces, print_samples
+    from lit_fsdp.report.data import data_table, pieces, print_samples, write_plot
     from lit_fsdp.report.tables import wide_console
 
     config, tokenizer = run.data, resolve_tokenizer(run.model)

@@ -16,12 +16,6 @@ COLUMNS = (
 """Our columns, of all row formats."""
 
 
-def _check_columns(columns: dict[str, str] | None) -> None:
-    for ours, theirs in (columns or {}).items():
-        fix = f"write {{{theirs}: {ours}}}" if theirs in COLUMNS else ""
-        require(ours in COLUMNS, f"columns.{ours}", theirs, f"one of our columns: {', '.join(COLUMNS)}", fix)
-
-
 @dataclass(frozen=True, kw_only=True)
 class SourceConfig:
     """One entry of ``data.train`` (or val, test, predict) with its own share, format and columns."""
@@ -40,7 +34,9 @@ class SourceConfig:
     def __post_init__(self) -> None:
         fits = self.weight is None or 0 < self.weight < float("inf")
         require(fits, "weight", self.weight, "a finite number > 0")
-        _check_columns(self.columns)
+        for ours, theirs in (self.columns or {}).items():
+            fix = f"write {{{theirs}: {ours}}}" if theirs in COLUMNS else ""
+            require(ours in COLUMNS, f"columns.{ours}", theirs, f"one of our columns: {', '.join(COLUMNS)}", fix)
 
 
 Sources = str | list[str | SourceConfig]
@@ -53,8 +49,6 @@ def check_sources(split: str, sources: Sources | None) -> list[SourceConfig]:
         return []
     entries = [sources] if isinstance(sources, str) else list(sources)
     found = [SourceConfig(source=entry) if isinstance(entry, str) else entry for entry in entries]
-    named = found and all(entry.source for entry in found)
-    require(named, split, sources, "at least one source, each with a name", f"write {split}: rows.jsonl")
     weighted = sum(entry.weight is not None for entry in found)
     given = f"weights for {weighted} of {len(found)} sources"
     require(weighted in (0, len(found)), split, given, "a weight for every source of the mix, or for none")
@@ -136,7 +130,7 @@ class DataConfig:
             entries = check_sources(split, getattr(self, split))
             fits = split == "train" or not any(entry.weight for entry in entries)
             require(fits, split, "a source with a weight", "none: every row counts once")
-        _check_columns(self.columns)
+        SourceConfig(source="any", columns=self.columns)  # where columns are checked
         share = self.val_split
         if share is not None:
             fits = 0 < share < 1 or (share >= 1 and float(share).is_integer())

@@ -32,20 +32,10 @@ def collate(samples: Sequence[Sample | None], pad_id: int) -> Batch:
         int64 ``input_ids``, ``attention_mask`` and ``labels`` (B, T), -100 where nothing is supervised, and ``counts``,
         as :data:`~lit_fsdp.metrics.step_metrics.BATCH_COUNTS`.
     """
-    parts = [sample or (np.array([pad_id]), np.array([False])) for sample in samples]
-    shape = len(parts), max(len(ids) for ids, _ in parts)
-    batch: Batch = {
-        "input_ids": torch.full(shape, pad_id, dtype=torch.int64),
-        "attention_mask": torch.zeros(shape, dtype=torch.int64),
-        "labels": torch.full(shape, IGNORED, dtype=torch.int64),
-    }
-    for b, (ids, supervised) in enumerate(parts):
-        tokens = torch.from_numpy(ids.astype(np.int64))
-        batch["input_ids"][b, : len(ids)] = tokens
-        batch["attention_mask"][b, : len(ids)] = 1
-        batch["labels"][b, : len(ids)] = torch.where(torch.from_numpy(supervised.astype(bool)), tokens, IGNORED)
-    batch["counts"] = _counts([len(sample[0]) for sample in samples if sample], batch["input_ids"].numel())
-    return batch
+    lengths = np.array([len(sample[0]) if sample else 1 for sample in samples])
+    batch = _filled([[sample] if sample else [] for sample in samples], int(lengths.max()), pad_id)
+    mask = np.arange(lengths.max()) < lengths[:, None]
+    return {**batch, "attention_mask": torch.from_numpy(mask.astype(np.int64))}
 
 
 def collate_packs(packs: Sequence[Sequence[Sample]], length: int, pad_id: int) -> Batch:
@@ -60,39 +50,38 @@ def collate_packs(packs: Sequence[Sequence[Sample]], length: int, pad_id: int) -
         sequence begins in the flattened tokens, and their number. ``longest`` is a bound of the longest one, a power of
         two, at most T. ``counts`` as for :func:`collate`, where a sample is a row, not a pack.
     """
-    ids = np.full((len(packs), length), pad_id, dtype=np.int64)
-    labels = np.full((len(packs), length), IGNORED, dtype=np.int64)
     starts: list[int] = []
-    lengths: list[int] = []
     for b, pack in enumerate(packs):
-        end = 0
-        for tokens, supervised in pack:
-            part = slice(end, end + len(tokens))
-            ids[b, part] = tokens
-            labels[b, part] = np.where(supervised.astype(bool), tokens, IGNORED)
-            labels[b, end] = IGNORED
-            starts.append(b * length + end)
-            lengths.append(len(tokens))
-            end += len(tokens)
-        assert end <= length
-        starts += [b * length + end] if end < length else []
+        ends = np.cumsum([0, *(len(tokens) for tokens, _ in pack)])
+        # where the last one ends, its padding begins
+        starts += (b * length + ends[ends < length]).tolist()
     borders = np.array([*starts, len(packs) * length], dtype=np.int32)
     sizes = np.diff(borders)
     positions = np.arange(len(packs) * length) - np.repeat(borders[:-1], sizes)
     return {
-        "input_ids": torch.from_numpy(ids),
-        "labels": torch.from_numpy(labels),
+        **_filled(packs, length, pad_id),
         "position_ids": torch.from_numpy(positions.reshape(len(packs), length)),
         "cu_seq_lens": torch.from_numpy(borders),
         # kernels need a bound; few different ones, as compiled code is made for each
         "longest": min(length, 1 << int(sizes.max() - 1).bit_length()),
-        "counts": _counts(lengths, ids.size),
     }
 
 
-def _counts(lengths: Sequence[int], slots: int) -> torch.Tensor:
-    squared = sum(length * length for length in lengths)
-    return torch.tensor([sum(lengths), len(lengths), slots, squared])
+def _filled(packs: Sequence[Sequence[Sample]], length: int, pad_id: int) -> Batch:
+    """Token ids and labels of some packs, both int64 (B, ``length``), and their counts."""
+    ids = np.full((len(packs), length), pad_id, dtype=np.int64)
+    labels = np.full_like(ids, IGNORED)
+    for b, pack in enumerate(packs):
+        end = 0
+        for tokens, supervised in pack:
+            start, end = end, end + len(tokens)
+            assert end <= length
+            ids[b, start:end] = tokens
+            labels[b, start:end] = np.where(supervised.astype(bool), tokens, IGNORED)
+            labels[b, start] = IGNORED
+    lengths = [len(tokens) for pack in packs for tokens, _ in pack]
+    counts = torch.tensor([sum(lengths), len(lengths), ids.size, sum(length**2 for length in lengths)])
+    return {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels), "counts": counts}
 
 
 def collate_items(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import multiprocessing
@@ -22,7 +21,7 @@ from torch.utils.data import Dataset
 from lit_fsdp.config.data import COLUMNS, DataConfig, RowFormat, Sources
 from lit_fsdp.data.encode import EncodedRow, RowEncoder
 from lit_fsdp.data.readers import RawRow, Row
-from lit_fsdp.data.sources import Source, find_sources
+from lit_fsdp.data.sources import Source, content_hash, find_sources
 from lit_fsdp.data.workers import load
 from lit_fsdp.errors import CheckpointError, ConfigError, DataError
 from lit_fsdp.host import cache_root, is_first_process, make_once
@@ -96,7 +95,7 @@ def prepare_rows(sources: Sources, config: DataConfig, encoder: RowEncoder) -> T
         seen = [source.seen() for source in found]
         digests = [source.digest(root) for source in found]
         parts = [[digest, source.format, source.columns] for digest, source in zip(digests, found, strict=True)]
-        fingerprint = _hash(json.dumps([_VERSION, parts, encoder.text, config.on_bad_row]))
+        fingerprint = content_hash([_VERSION, parts, encoder.text, config.on_bad_row])
 
         def make(folder: Path) -> None:
             meta = {"fingerprint": fingerprint, "digests": digests, **_write(folder, found, config, encoder)}
@@ -114,12 +113,9 @@ def prepare_rows(sources: Sources, config: DataConfig, encoder: RowEncoder) -> T
 def open_rows(folder: Path) -> TokenizedRows:
     """Map rows that :func:`prepare_rows` has written."""
     meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
-    sizes = {"input_ids": meta["tokens"], "supervised": meta["tokens"]}
-    arrays = {
-        name: np.memmap(folder / f"{name}.bin", dtype, "r", shape=(sizes.get(name, meta["rows"]),))
-        for name, dtype in ARRAYS.items()
-    }
-    return TokenizedRows(folder, meta, **arrays)
+    return TokenizedRows(
+        folder, meta, **{name: np.memmap(folder / f"{name}.bin", ARRAYS[name], "r") for name in ARRAYS}
+    )
 
 
 def nothing_supervised(name: str, dropped: dict[str, int]) -> DataError:
@@ -178,10 +174,6 @@ def tokenized(encoded: Sequence[EncodedRow], keys: Sequence[int] = ()) -> tuple[
     return counts, {name: np.array(array, dtype=ARRAYS[name]) for name, array in arrays.items()}
 
 
-def _hash(text: str, size: int = 16) -> str:
-    return hashlib.blake2b(text.encode(), digest_size=size).hexdigest()
-
-
 # -- tokenizing
 
 
@@ -209,7 +201,7 @@ class _Blocks(Dataset[Any]):
 def _key(row: Any) -> int:
     """Of our columns: another id or date in a further one makes no other row of it."""
     content = {name: value for name, value in row.items() if name in COLUMNS}
-    return int(_hash(json.dumps(content, sort_keys=True, default=str), 8), 16)
+    return int(content_hash(content), 16) >> 64
 
 
 def _write(folder: Path, sources: Sequence[Source], config: DataConfig, encoder: RowEncoder) -> dict[str, Any]:

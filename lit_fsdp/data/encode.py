@@ -21,7 +21,7 @@ from lit_fsdp.data.formats import (
     text_of,
     to_conversation,
 )
-from lit_fsdp.data.masks import Encoded, Marked, Span, SpanEncoder, added_tokens, sample
+from lit_fsdp.data.masks import Encoded, Span, SpanEncoder, added_tokens, sample
 from lit_fsdp.data.turns import AssistantTurns, supervised_turns
 from lit_fsdp.errors import ConfigError, DataError, require
 
@@ -76,23 +76,19 @@ class RowEncoder:
             DataError: A row is bad, cannot be marked exactly, or is too long and ``data.truncation`` is error.
             ConfigError: Conversations, and no chat template.
         """
-        pairs, whole = list(zip(rows, locations, strict=True)), self._config.train_on_prompt
+        pairs = list(zip(rows, locations, strict=True))
         if row_format == "preference":
             return self._preferences(pairs)
-        if row_format == "text":
-            texts = [(text_of(row, "text", location), 0, location) for row, location in pairs]
-            split = map(self._split, self._documents(texts))
-            return [row if text else EncodedRow([], False, EMPTY) for row, (text, *_) in zip(split, texts, strict=True)]
         if row_format == "tokens":
             found = [sample(*read_tokens(row, len(self.tokenizer), location)) for row, location in pairs]
-        elif row_format == "prompt_completion" and all(map(is_plain, rows)):
-            sides = [(*read_prompt(row, location), location) for row, location in pairs]
-            # as they stand, which is what they mean to a base model
-            found = self._documents([(a + b, 0 if whole else len(a), location) for a, b, location in sides])
-        elif row_format == "prompt_completion" and any(map(is_plain, rows)):
-            return [self.encode([row], row_format, [location])[0] for row, location in pairs]
         else:
-            found = self._conversations(pairs, row_format)
+            rendered = [self._rendered(row, row_format, location) for row, location in pairs]
+            texts, spans, are_documents = zip(*rendered, strict=True)
+            marked = self._spans.encode(texts, spans, locations)
+            found = [self._closed(*row, one) for row, one in zip(marked, are_documents, strict=True)]
+            if row_format == "text":
+                split = zip(texts, found, strict=True)
+                return [self._split(row) if text else EncodedRow([], False, EMPTY) for text, row in split]
         return [self._cut(row, location) for row, location in zip(found, locations, strict=True)]
 
     def open_conversation(self, conversation: Conversation, location: str) -> list[int]:
@@ -107,18 +103,20 @@ class RowEncoder:
         ids = self._spans.encode([text], [[]], [location])[0][0]
         return ids if ids[: len(self._prefix)] == self._prefix else [*self._prefix, *ids]
 
-    def _conversations(self, pairs: _Pairs, row_format: RowFormat) -> list[Encoded]:
+    def _rendered(self, row: Mapping[str, Any], row_format: RowFormat, location: str) -> tuple[str, list[Span], bool]:
+        """A row as text, what is supervised of it, and whether it is a document, to which BOS and EOS are added."""
+        whole = self._config.train_on_prompt
+        if row_format == "text":
+            text = text_of(row, "text", location)
+            return text, [(0, len(text))], True
+        if row_format == "prompt_completion" and is_plain(row):
+            prompt, completion = read_prompt(row, location)  # as they stand, which is what they mean to a base model
+            return prompt + completion, [(0 if whole else len(prompt), len(prompt + completion))], True
         if self._turns is None:
-            raise no_template(f"{row_format} rows ({pairs[0][1]})")
-        whole, texts, spans = self._config.train_on_prompt, list[str](), list[list[Span]]()
-        for row, location in pairs:
-            conversation = to_conversation(row, row_format, location, supervises_prompt=whole)
-            wanted = supervised_turns(conversation.messages, self._config.supervise, whole, location)
-            text, found = self._turns.find(_without_flags(conversation), wanted, location)
-            texts.append(text)
-            spans.append(found)
-        marked = self._spans.encode(texts, spans, [location for _, location in pairs])
-        return [sample(ids, ~mask if whole else mask) for ids, mask in marked]
+            raise no_template(f"{row_format} rows ({location})")
+        conversation = to_conversation(row, row_format, location, supervises_prompt=whole)
+        wanted = supervised_turns(conversation.messages, self._config.supervise, whole, location)
+        return *self._turns.find(_without_flags(conversation), wanted, location), False
 
     def _preferences(self, pairs: _Pairs) -> list[EncodedRow]:
         """Two samples per row, the chosen completion first; none where one of them has nothing left."""
@@ -127,19 +125,18 @@ class RowEncoder:
             raise ConfigError("data.train_on_prompt", "true", allowed, "drop it")
         sides = [side for row, location in pairs for side in preference_sides(row, location)]
         locations = [f"{location}: {name}" for _, location in pairs for name in ("chosen", "rejected")]
-        found = self.encode(sides, "prompt_completion", locations)
-        return [_pair(chosen, rejected) for chosen, rejected in zip(found[::2], found[1::2], strict=True)]
+        found, rows = self.encode(sides, "prompt_completion", locations), []
+        for chosen, rejected in zip(found[::2], found[1::2], strict=True):
+            is_cut, dropped = chosen.truncated or rejected.truncated, chosen.dropped or rejected.dropped
+            rows.append(EncodedRow([] if dropped else chosen.samples + rejected.samples, is_cut, dropped))
+        return rows
 
-    def _documents(self, texts: Sequence[tuple[str, int, str]]) -> list[Encoded]:
-        """Texts with BOS and EOS, once; each with the character that supervision begins at, and its location."""
+    def _closed(self, ids: list[int], mask: np.ndarray, is_document: bool) -> Encoded:
+        """A sample of the tokens of a row, of a document with BOS and EOS, once."""
+        if not is_document:
+            return sample(ids, ~mask if self._config.train_on_prompt else mask)
         allowed, fix = "one with eos_token, which ends every document", "add eos_token to its tokenizer_config.json"
         require(self._eos is not None, "model.tokenizer", "a tokenizer without an EOS token", allowed, fix)
-        spans = [[(start, len(text))] for text, start, _ in texts]
-        marked = self._spans.encode([text for text, _, _ in texts], spans, [location for _, _, location in texts])
-        return [self._closed(row) for row in marked]
-
-    def _closed(self, row: Marked) -> Encoded:
-        ids, mask = row
         before = len(self._prefix)
         if ids[:before] == self._prefix:
             mask[:before] = False
@@ -194,9 +191,3 @@ def _without_flags(conversation: Conversation) -> Conversation:
     """The conversation as templates see it."""
     clean = [{key: value for key, value in message.items() if key != "train"} for message in conversation.messages]
     return replace(conversation, messages=clean)
-
-
-def _pair(chosen: EncodedRow, rejected: EncodedRow) -> EncodedRow:
-    """What the two have in common is supervised in both or in neither."""
-    is_cut, dropped = chosen.truncated or rejected.truncated, chosen.dropped or rejected.dropped
-    return EncodedRow([] if dropped else chosen.samples + rejected.samples, is_cut, dropped)

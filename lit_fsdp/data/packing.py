@@ -8,11 +8,11 @@ Source: Johnson, Near-optimal bin packing algorithms, 1973; for packing of train
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from lit_fsdp.config.data import DataConfig, check_sources
 from lit_fsdp.data.cache import TokenizedRows, prepare_rows
 from lit_fsdp.data.encode import RowEncoder
 from lit_fsdp.data.order import apportion
+from lit_fsdp.data.sources import content_hash
 from lit_fsdp.errors import DataError, require
 
 
@@ -44,10 +45,9 @@ class Samples:
     @cached_property
     def order_fingerprint(self) -> str:
         """Of sources, kept rows, packs and weights: another tokenizer, template or path leaves the order as it was."""
-        digest = hashlib.blake2b(json.dumps([self.rows.meta["digests"], self.weights]).encode(), digest_size=16)
-        for part in (self.rows.numbers, self.row_ids, self.offsets):
-            digest.update(part.astype("<i8").tobytes())
-        return digest.hexdigest()
+        parts = (self.rows.numbers, self.row_ids, self.offsets)
+        digests = [hashlib.blake2b(part.astype("<i8").tobytes()).hexdigest() for part in parts]
+        return content_hash([self.rows.meta["digests"], self.weights, digests])
 
     @property
     def lengths(self) -> np.ndarray:
@@ -171,3 +171,30 @@ def plan_packs(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarr
     _, first, pack_of = np.unique(pack_of, return_index=True, return_inverse=True)
     pack_of = np.argsort(np.argsort(first))[pack_of]
     return np.argsort(pack_of, kind="stable"), np.concatenate([[0], np.bincount(pack_of).cumsum()])
+
+
+def describe_data(samples: Mapping[str, Samples], config: DataConfig, encoder: RowEncoder) -> dict[str, Any]:
+    """What a run should be judged by before step 1, as JSON: numbers of each split, and settings that decide them."""
+    names = ("packing", "max_seq_length", "global_batch_size", "micro_batch_size", "truncation")
+    return {
+        **{name: getattr(config, name) for name in names},
+        "loss_on": "every token" if config.train_on_prompt else f"assistant turns ({config.supervise})",
+        "template": config.chat_template or ("the tokenizer's own" if encoder.chat_template else "no"),
+        "splits": {name: _described(split) for name, split in samples.items()},
+    }
+
+
+def _described(split: Samples) -> dict[str, Any]:
+    meta, lengths = split.rows.meta, split.lengths
+    tokens, supervised = int(lengths.sum()), int(split.num_supervised.sum())
+    quantiles = np.percentile(lengths, (0, 50, 95, 100)).tolist()
+    return {
+        "from": meta.get("seen", str(split.rows.folder)),
+        **{name: meta[name] for name in ("sources", "rows_read", "dropped", "truncated")},
+        "samples": len(lengths),
+        "tokens": tokens,
+        "supervised_tokens": supervised,
+        "supervised_share": supervised / tokens,
+        "lengths": dict(zip(("min", "median", "p95", "max"), quantiles, strict=True)),
+        "packs": {"count": len(split), "fill": float(split.fills.mean())} if split.capacity else None,
+    }

@@ -77,12 +77,17 @@ def read_table(name: str, table: Any, start: int = 0) -> Iterator[RawRow]:
 
 
 def files_by_split(folder: str) -> dict[str, list[str]]:
-    """What ``datasets`` finds in a folder, by the names of files or the README.md."""
+    """What ``datasets`` saved in a folder, or finds there by the names of files or the README.md."""
     import datasets
 
+    found: Any
     with naming(folder):
-        found = datasets.load_dataset_builder(folder).config.data_files or {}
-    return {str(split): list(paths) for split, paths in found.items()}
+        if not (Path(folder, "state.json").is_file() or Path(folder, "dataset_dict.json").is_file()):
+            found = datasets.load_dataset_builder(folder).config.data_files or {}
+            return {str(split): list(paths) for split, paths in found.items()}
+        found = datasets.load_from_disk(folder).cache_files
+    found = found if isinstance(found, dict) else {"train": found}
+    return {split: [file["filename"] for file in files] for split, files in found.items()}
 
 
 def hub_shards(hub: dict[str, Any], streaming: bool) -> list[Any]:

@@ -56,8 +56,7 @@ class Source:
         head = [self.parse(raw) for _, raw in islice(self.read(), _HEAD_ROWS)]
         good = [(location, row) for location, row in head if isinstance(row, dict)]
         if not good:
-            bad = [row for _, row in head if isinstance(row, DataError)]
-            raise bad[0] if bad else DataError(f"{self.name}: no rows")
+            raise next((row for _, row in head if isinstance(row, DataError)), DataError(f"{self.name}: no rows"))
         there = {name for _, row in good for name in row}
         for ours, theirs in (self.columns or {}).items():
             if ours not in there:
@@ -71,13 +70,9 @@ class Source:
         Parts are files, or shards of a stream; the one that is begun at is read again from its beginning.
         """
         parts = self.files if self.hub is None else readers.hub_shards(self.hub, self.streaming)
-        for number in range(part, len(parts)):
-            one = parts[number]
-            rows = (
-                readers.read_file(one, row)
-                if self.hub is None
-                else readers.read_table(f"{self.name}:{number}", one, row)
-            )
+        for number, one in islice(enumerate(parts), part, None):
+            is_file, name = isinstance(one, str), f"{self.name}:{number}"
+            rows = readers.read_file(one, row) if is_file else readers.read_table(name, one, row)
             for index, raw in enumerate(rows, row + 1):
                 yield (number, index), raw
             row = 0
@@ -119,13 +114,13 @@ class Source:
         def make(partial: Path) -> None:
             (partial / "digest").write_text(self._content(_file_digest))
 
-        key = _hash([[kind_of(path) for path in self.files], seen])
+        key = content_hash([[kind_of(path) for path in self.files], seen])
         return (make_once(root / "digests" / key, make, f"hashing {self.name}") / "digest").read_text()
 
     def _content(self, read: Callable[[str], Any]) -> str:
         with naming(self.name):
             files = [path if path.startswith(GENERATED) else [kind_of(path), read(path)] for path in self.files]
-        return _hash([files, self.hub])
+        return content_hash([files, self.hub])
 
 
 def find_sources(sources: Sources, config: DataConfig | None = None, streaming: bool = False) -> list[Source]:
@@ -147,11 +142,8 @@ def find_sources(sources: Sources, config: DataConfig | None = None, streaming: 
 
 def pinned(sources: Sources | None) -> list[SourceConfig]:
     """The entries of one split, data sets on the hub at the commit that their names stand for now."""
-    found = []
-    for entry in check_sources("train", sources):
-        _, hub = _found(entry)
-        found.append(replace(entry, revision=hub["revision"] if hub else entry.revision))
-    return found
+    entries = check_sources("train", sources)
+    return [replace(entry, revision=hub["revision"]) if (hub := _found(entry)[1]) else entry for entry in entries]
 
 
 def _found(entry: SourceConfig) -> tuple[list[str], dict[str, Any] | None]:
@@ -177,22 +169,10 @@ def _found(entry: SourceConfig) -> tuple[list[str], dict[str, Any] | None]:
 
 def _folder(name: str, folder: str, split: str) -> list[str]:
     """Files of a split: of what ``datasets`` saved, or as it finds them by their names or the README.md."""
-    saved = Path(folder, "dataset_dict.json")
-    if Path(folder, "state.json").is_file():
-        splits = {"train": _saved(folder)}
-    elif saved.is_file():
-        splits = {key: _saved(f"{folder}/{key}") for key in json.loads(saved.read_text("utf-8"))["splits"]}
-    else:
-        splits = readers.files_by_split(folder)
+    splits = readers.files_by_split(folder)
     if split not in splits:
         raise DataError(f"{name}: no split {split!r}\n  allowed: {', '.join(splits)} (write name:split)")
     return splits[split]
-
-
-def _saved(folder: str) -> list[str]:
-    """Arrow files in ``folder``, without the caches that ``datasets`` leaves beside them."""
-    state = json.loads(Path(folder, "state.json").read_text("utf-8"))
-    return [f"{folder}/{found['filename']}" for found in state["_data_files"]]
 
 
 def _hub(entry: SourceConfig) -> dict[str, Any]:
@@ -221,5 +201,7 @@ def _edges(path: str) -> list[Any]:
         return [size, hashlib.blake2b(first + file.read(_EDGE_BYTES), digest_size=16).hexdigest()]
 
 
-def _hash(value: Any) -> str:
-    return hashlib.blake2b(json.dumps(value).encode(), digest_size=16).hexdigest()
+def content_hash(value: Any) -> str:
+    """32 hexadecimal digits that stand for a value of JSON."""
+    text = json.dumps(value, sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

@@ -10,12 +10,10 @@ for its weight, and a source at its end begins again until each has ended once, 
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -32,13 +30,13 @@ from lit_fsdp.data.encode import EncodedRow, RowEncoder
 from lit_fsdp.data.order import generator_of, micro_batches
 from lit_fsdp.data.packing import Samples, holds_pairs, plan_items
 from lit_fsdp.data.readers import Row
-from lit_fsdp.data.sources import Source, find_sources
+from lit_fsdp.data.sources import Source, content_hash, find_sources
 from lit_fsdp.data.workers import load
 from lit_fsdp.errors import DataError
 from lit_fsdp.host import is_first_process
 
 _log = logging.getLogger(__name__)
-_ENOUGH_ROWS = 1000
+_ENOUGH_ROWS = _LOOKED_AT = 1000
 _END = "stream_end"
 _TOGETHER = 100  # rows that are tokenized at a time: what a tokenizer gives takes 100 bytes per token
 _KEPT = 16  # the loader is ahead of the step by a batch or two
@@ -85,14 +83,12 @@ class SampleStream:
         self.pairs = holds_pairs(self.formats, "data.train", config)
         self._name = ", ".join(source.name for source in self.sources)
         self._weights = [source.weight for source in self.sources if source.weight is not None]
-        digests = [source.digest(None) for source in self.sources]
-        self.fingerprint = hashlib.blake2b("/".join(digests).encode(), digest_size=16).hexdigest()
+        self.fingerprint = content_hash([source.digest(None) for source in self.sources])
         """Of the content, as far as it is known; the order depends on it."""
         self._read, self._dropped = 0, Counter[str]()
 
     def record(self) -> dict[str, Any]:
         """What the order of the samples depends on, for checkpoints."""
-        text = json.dumps([self._encoder.text, self.formats, [source.columns for source in self.sources]])
         names = ("shuffle", "shuffle_window", "packing", "global_batch_size", "max_seq_length")
         return {
             "fingerprint": self.fingerprint,
@@ -100,7 +96,7 @@ class SampleStream:
             "weights": self._weights,
             "seed": self._seed,
             **{name: getattr(self._config, name) for name in names},
-            "encoding": hashlib.blake2b(text.encode(), digest_size=8).hexdigest(),
+            "encoding": content_hash([self._encoder.text, self.formats, [source.columns for source in self.sources]]),
         }
 
     def global_batches(self, start: dict[str, Any] | None = None) -> Iterator[GlobalBatch]:
@@ -164,6 +160,22 @@ class SampleStream:
             row = next(rows[index])
             if row is not None:
                 yield index, row
+
+
+def first_samples(config: DataConfig, encoder: RowEncoder) -> Samples:
+    """Samples of the first rows of a streamed data.train: of a window, but of no more than 1,000 rows.
+
+    Raises:
+        DataError: They are bad, or have no supervised token.
+    """
+    stream = SampleStream(replace(config, shuffle_window=min(config.shuffle_window, _LOOKED_AT)), encoder, 0)
+    _, rows = next(stream.windows())
+    samples = stream.samples(rows)
+    meta, seen = samples.rows.meta, f"the first {len(rows):,} rows of a stream"
+    if not meta["rows"]:
+        raise nothing_supervised(f"data.train, {seen}", meta["dropped"])
+    meta["seen"] = seen
+    return samples
 
 
 # -- batches of one rank

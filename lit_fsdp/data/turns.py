@@ -20,6 +20,8 @@ from dataclasses import replace
 from itertools import accumulate, chain, dropwhile, groupby, pairwise, takewhile
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from lit_fsdp.data.chat_template import ChatTemplate
 from lit_fsdp.data.formats import Conversation, Message
 from lit_fsdp.data.masks import Span
@@ -43,11 +45,11 @@ class _Tag(NamedTuple):
 
 
 class _Rendered(NamedTuple):
-    """One conversation as text, and whether the template strips what is said."""
+    """One conversation as text, and its messages with tags."""
 
     conversation: Conversation
     text: str
-    strips: bool
+    tagged: list[Message]
     runs: list[list[_Tag]]
     """What stands where: tags in order, a run of them for each message in turn."""
 
@@ -130,17 +132,22 @@ class AssistantTurns:
                     "that it says and its end of turn, outside any macro, set block or filter"
                 )
             found += spans
-        return text, _joined(found)
+        inside = np.zeros(len(text) + 1, bool)
+        for start, end in found:
+            inside[start:end] = True
+        borders = np.flatnonzero(np.diff(inside, prepend=False)).tolist()
+        return text, list(zip(borders[::2], borders[1::2], strict=True))
 
     def _tagged(self, conversation: Conversation, text: str, location: str) -> _Rendered:
         """Render with tags, outside or inside of the blanks around what is said; the text must be the same."""
         for strips in (False, True):
-            tagged = self._template.text_of(conversation, _with_tags(conversation.messages, strips)) or ""
+            messages = [_with_tags(message, index, strips) for index, message in enumerate(conversation.messages)]
+            tagged = self._template.text_of(conversation, messages) or ""
             for variant in (tagged, _BLANK_BEFORE_NOTHING.sub(r"\1", tagged)):  # which some write before a text only
                 clean, tags = _read_tags(variant)
                 if clean == text:
                     runs = [list(run) for _, run in groupby(tags, lambda tag: tag.message)]
-                    return _Rendered(conversation, text, strips, runs)
+                    return _Rendered(conversation, text, messages, runs)
         raise DataError(
             f"{location}: the chat template does something else with this conversation once its texts are tagged, so "
             "that assistant turns cannot be told from the rest\n  fix:     set another data.chat_template"
@@ -206,8 +213,8 @@ class AssistantTurns:
         """Behind the special token that ends what a turn says, if one does; -1 if a call is not shown whole."""
         end, text = last.position, rendered.text
         if last.kind[0] == _NAME:  # the arguments end where they do in the same conversation up to this turn
-            messages = _with_tags(rendered.conversation.messages[: last.message + 1], rendered.strips)
-            alone, tags = _read_tags(self._template.text_of(rendered.conversation, messages) or "")
+            before = rendered.tagged[: last.message + 1]
+            alone, tags = _read_tags(self._template.text_of(rendered.conversation, before) or "")
             behind = [tag.position for tag in dropwhile(lambda tag: tag[1:] != last[1:], tags)]
             tail = alone[behind[0] : behind[1] if behind[1:] else None] if behind else ""
             same = tail[: _common(tail, text[end:])]
@@ -243,12 +250,9 @@ def supervised_turns(messages: Sequence[Message], supervise: str, whole: bool, l
     return [i for i in (turns if supervise == "all" else turns[-1:]) if messages[i].get("train") is not False]
 
 
-def _with_tags(messages: Sequence[Message], strips: bool) -> list[Message]:
-    """The messages with tags around what the assistant says and before what tools return."""
-    return [_with_own_tags(message, index, strips) for index, message in enumerate(messages)]
+def _with_tags(message: Message, index: int, strips: bool) -> Message:
+    """The message with tags around what the assistant says, or before what a tool returns."""
 
-
-def _with_own_tags(message: Message, index: int, strips: bool) -> Message:
     def tag(kind: str) -> str:
         return f"\ue000{index}{kind}\ue001"
 
@@ -261,11 +265,10 @@ def _with_own_tags(message: Message, index: int, strips: bool) -> Message:
         if isinstance(message.get(key), str):
             made[key] = _in_front(tag(_THOUGHT), message[key])
     calls = message.get("tool_calls") or []
+    names = [tag(f"{_NAME}{number}") + call["function"]["name"] for number, call in enumerate(calls)]
     if calls:
-        functions = [
-            {**call["function"], "name": tag(f"c{i}") + call["function"]["name"]} for i, call in enumerate(calls)
-        ]
-        made["tool_calls"] = [{**call, "function": f} for call, f in zip(calls, functions, strict=True)]
+        pairs = zip(calls, names, strict=True)
+        made["tool_calls"] = [{**call, "function": {**call["function"], "name": name}} for call, name in pairs]
     thoughts, mark, said = message["content"].rpartition("</think>")
     if said.strip() or not calls:
         end = len(said.rstrip()) if strips else len(said)
@@ -312,14 +315,3 @@ def _is_whole(message: Message, turn: _Turn, said: str) -> bool:
 def _common(one: str, other: str) -> int:
     """How many characters two texts begin with alike."""
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
-
-
-def _joined(spans: Sequence[Span]) -> list[Span]:
-    """Spans in order, those that touch as one."""
-    found: list[Span] = []
-    for start, end in sorted(spans):
-        if found and start <= found[-1][1]:
-            found[-1] = found[-1][0], max(end, found[-1][1])
-        elif start < end:
-            found.append((start, end))
-    return found

@@ -20,8 +20,7 @@ from lit_fsdp.config.parser import leaves
 from lit_fsdp.errors import DataError
 from lit_fsdp.host import size_words
 from lit_fsdp.redaction import redact
-from lit_fsdp.report.data_tables import data_table
-from lit_fsdp.report.samples import visible
+from lit_fsdp.report.data import data_table, visible
 from lit_fsdp.report.tables import dtypes_table, parameter_counts, units_table
 
 NAME = "report.html"

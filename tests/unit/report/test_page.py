@@ -15,8 +15,8 @@ from rich.console import Console
 from lit_fsdp.commands import run as lit_fsdp
 from lit_fsdp.errors import ConfigError, DataError
 from lit_fsdp.models.tokenizers import miniature_tokenizer
+from lit_fsdp.report.data import print_samples
 from lit_fsdp.report.page import thinned
-from lit_fsdp.report.samples import print_samples
 from tests.pages import Page
 
 EVIL = "<script>alert('x')</script>"
