@@ -19,10 +19,10 @@ from lit_fsdp.config.run import check_whole_batches
 from lit_fsdp.data.batches import BatchLoader, SampleBatches
 from lit_fsdp.data.encode import RowEncoder
 from lit_fsdp.data.order import GlobalOrder, micro_batches, num_micro_batches
-from lit_fsdp.data.packing import Samples, describe_data, prepare_samples
+from lit_fsdp.data.packing import Samples, describe_data
 from lit_fsdp.data.prompts import Prompt, read_prompts
 from lit_fsdp.data.sources import pinned
-from lit_fsdp.data.stream import SampleStream, StreamLoader, first_samples
+from lit_fsdp.data.stream import SampleStream, StreamLoader, prepare_samples
 from lit_fsdp.data.workers import load
 from lit_fsdp.errors import ConfigError, DataError, require
 from lit_fsdp.host import is_first_process
@@ -50,7 +50,6 @@ class CausalLMDataModule(LightningDataModule):
         self._samples: dict[str, Samples] = {}
         self._refused: Exception | None = None
         self._stream: StreamLoader | None = None
-        self._streams_train = False
         self._position: dict[str, Any] | None = None
 
     def attach(self, tokenizer: PreTrainedTokenizerBase, seed: int, takes_pairs: bool | None = None) -> None:
@@ -68,29 +67,18 @@ class CausalLMDataModule(LightningDataModule):
         for split in ("train" if split == "val" and held_out else split for split in splits):
             entries: dict[str, Any] = {split: pinned(getattr(self.config, split)) or None}
             self.config = dataclasses.replace(self.config, **entries)
-        self._streams_train |= self.config.streaming and "train" in splits and self.config.has("train")
-        done = {*self._samples, *(["train"] if self._streams_train else [])}
-        wanted = [split for split in splits if self.config.has(split) and split not in done]
-        found: dict[str, Any] = {}
-        if self._streams_train and self._stream is None:
-            found["train"] = SampleStream(self.config, self._encoder(), 0)
-        if wanted:
-            self._samples |= prepare_samples(self.config, wanted, self._encoder())
-            found |= {split: self._samples[split] for split in wanted}
-        kinds = (
-            "rows with one completion, for CausalLMModule",
-            "pairs, for model.class_path lit_fsdp.PreferenceModule",
-        )
-        for split, has in found.items():
-            fits = self._takes_pairs in (None, has.pairs)
-            require(fits, f"data.{split}", kinds[has.pairs], kinds[not has.pairs])
+        wanted = [split for split in splits if self.config.has(split) and split not in self._samples]
+        found = prepare_samples(self.config, wanted, self._encoder()) if wanted else {}
+        kinds = "rows with one completion, for CausalLMModule", "pairs, for lit_fsdp.PreferenceModule"
+        for split, samples in found.items():
+            fits = self._takes_pairs in (None, samples.pairs)
+            require(fits, f"data.{split}", kinds[samples.pairs], kinds[not samples.pairs])
+        self._samples |= found
         return self._samples
 
     def describe(self) -> dict[str, Any]:
         """What is about to be trained on, of the splits that are prepared: see :func:`describe_data`."""
-        encoder = self._encoder()
-        first = {"train": first_samples(self.config, encoder)} if self._streams_train else {}
-        return describe_data({**first, **self._samples}, self.config, encoder)
+        return describe_data(self._samples, self.config, self._encoder())
 
     def prompts(self, of: int | str) -> list[Prompt]:
         """Prompts of so many of the first validation rows that are kept, or of all rows of a source."""
@@ -133,10 +121,8 @@ class CausalLMDataModule(LightningDataModule):
         callbacks: Any = getattr(trainer, "callbacks", ())
         is_proved = any(getattr(callback, "proves_isolation", False) for callback in callbacks)
         if self.config.packing and not is_proved and is_first_process():
-            proof = "lit_fsdp.IsolationProof()"
-            _log.warning(
-                "data.packing: give the Trainer callbacks=[%s], or nothing proves that samples are apart", proof
-            )
+            give = "give the Trainer callbacks=[lit_fsdp.IsolationProof()]"
+            _log.warning("data.packing: %s, or nothing proves that samples are apart", give)
         scheduled = any(isinstance(callback, GradientAccumulationScheduler) for callback in callbacks)
         allowed = "one data.global_batch_size for the whole run: the order of samples is a function of the step"
         require(not scheduled, "trainer.callbacks", "GradientAccumulationScheduler", allowed, "drop it")
@@ -206,10 +192,11 @@ class CausalLMDataModule(LightningDataModule):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Say so if global batches are other ones than before; DataError for a stream, where a position is lost."""
         self._position = state_dict.get("position")
-        now = self._streamed().stream.record() if self._streams_train else self.state_dict()
+        streams = self.config.streaming and "train" in self._samples
+        now = self._streamed().stream.record() if streams else self.state_dict()
         then = {name: state_dict.get(name, now[name]) for name in now}
         other = ", ".join(f"{name} {then[name]} → {now[name]}" for name in now if then[name] != now[name])
-        if self._streams_train and self._position and then["fingerprint"] != now["fingerprint"]:
+        if streams and self._position and then["fingerprint"] != now["fingerprint"]:
             fix = "resume with the same files, or the same revision of each source"
             raise DataError(f"data.train: not what was streamed before the checkpoint: {other}\n  fix:     {fix}")
         if other and is_first_process():

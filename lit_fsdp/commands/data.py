@@ -56,17 +56,15 @@ def _inspect(argv: Sequence[str]) -> int:
 
 def _show(options: argparse.Namespace, run: RunConfig, splits: list[str]) -> None:
     from lit_fsdp.data.encode import RowEncoder
-    from lit_fsdp.data.packing import describe_data, prepare_samples
-    from lit_fsdp.data.stream import first_samples
+    from lit_fsdp.data.packing import describe_data
+    from lit_fsdp.data.stream import prepare_samples
     from lit_fsdp.models.resolve import resolve_tokenizer
     from lit_fsdp.report.data import data_table, pieces, print_samples, write_plot
     from lit_fsdp.report.tables import wide_console
 
     config, tokenizer = run.data, resolve_tokenizer(run.model)
     encoder = RowEncoder(tokenizer, config)
-    streamed = {"train"} if config.streaming else set()
-    samples = {split: first_samples(config, encoder) for split in splits if split in streamed}
-    samples |= prepare_samples(config, [split for split in splits if split not in streamed], encoder)
+    samples = prepare_samples(config, splits, encoder)
     record = describe_data(samples, config, encoder)
     if options.plot is not None:
         write_plot(samples, config.max_seq_length, options.plot)

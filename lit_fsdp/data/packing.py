@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from lit_fsdp.config.data import DataConfig, check_sources
-from lit_fsdp.data.cache import TokenizedRows, prepare_rows
+from lit_fsdp.config.data import DataConfig
+from lit_fsdp.data.cache import TokenizedRows
 from lit_fsdp.data.encode import RowEncoder
 from lit_fsdp.data.order import apportion
 from lit_fsdp.data.sources import content_hash
@@ -70,25 +70,6 @@ class Samples:
     def members(self, item: int) -> np.ndarray:
         """Row ids of one item, ascending."""
         return self.row_ids[int(self.offsets[item]) : int(self.offsets[item + 1])]
-
-
-def prepare_samples(config: DataConfig, splits: Sequence[str], encoder: RowEncoder) -> dict[str, Samples]:
-    """Tokenize the named splits that the recipe has, or take them from the cache, and plan their items in memory.
-
-    Any number of processes may call it at the same time; one tokenizes.
-
-    Raises:
-        DataError: A source or row is bad, a split has no supervised token, or data.val_split leaves a side empty.
-        ConfigError: A source of a mix would never be read.
-    """
-    found: dict[str, Samples] = {}
-    for split in splits:
-        sources = config.train if split == "val" and config.val_split is not None else getattr(config, split)
-        if sources is not None:
-            entries = check_sources(split, sources)
-            weights = tuple(entry.weight for entry in entries if entry.weight is not None) if split == "train" else ()
-            found[split] = plan_items(prepare_rows(sources, config, encoder), split, config, weights)
-    return found
 
 
 def holds_pairs(formats: Sequence[str], name: str, config: DataConfig) -> bool:

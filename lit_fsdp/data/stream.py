@@ -23,9 +23,9 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset
 
-from lit_fsdp.config.data import DataConfig
+from lit_fsdp.config.data import DataConfig, check_sources
 from lit_fsdp.data.batches import Batch, Resumable, Sample, collate_items
-from lit_fsdp.data.cache import TokenizedRows, encode_rows, nothing_supervised, say_dropped, tokenized
+from lit_fsdp.data.cache import TokenizedRows, encode_rows, nothing_supervised, prepare_rows, say_dropped, tokenized
 from lit_fsdp.data.encode import EncodedRow, RowEncoder
 from lit_fsdp.data.order import generator_of, micro_batches
 from lit_fsdp.data.packing import Samples, holds_pairs, plan_items
@@ -162,12 +162,29 @@ class SampleStream:
                 yield index, row
 
 
-def first_samples(config: DataConfig, encoder: RowEncoder) -> Samples:
-    """Samples of the first rows of a streamed data.train: of a window, but of no more than 1,000 rows.
+def prepare_samples(config: DataConfig, splits: Sequence[str], encoder: RowEncoder) -> dict[str, Samples]:
+    """Tokenize the named splits that the recipe has, or take them from the cache, and plan their items in memory.
+
+    Any number of processes may call it at the same time; one tokenizes. For a data.train that is streamed its first
+    rows stand: a window, but no more than 1,000.
 
     Raises:
-        DataError: They are bad, or have no supervised token.
+        DataError: A source or row is bad, a split has no supervised token, or data.val_split leaves a side empty.
+        ConfigError: A source of a mix would never be read.
     """
+    found: dict[str, Samples] = {}
+    for split in splits:
+        sources = config.train if split == "val" and config.val_split is not None else getattr(config, split)
+        if sources is not None and split == "train" and config.streaming:
+            found[split] = _first_samples(config, encoder)
+        elif sources is not None:
+            entries = check_sources(split, sources)
+            weights = tuple(entry.weight for entry in entries if entry.weight is not None) if split == "train" else ()
+            found[split] = plan_items(prepare_rows(sources, config, encoder), split, config, weights)
+    return found
+
+
+def _first_samples(config: DataConfig, encoder: RowEncoder) -> Samples:
     stream = SampleStream(replace(config, shuffle_window=min(config.shuffle_window, _LOOKED_AT)), encoder, 0)
     _, rows = next(stream.windows())
     samples = stream.samples(rows)

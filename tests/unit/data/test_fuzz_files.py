@@ -13,8 +13,7 @@ import numpy as np
 import pyarrow
 
 from lit_fsdp.config.data import DataConfig
-from lit_fsdp.data.packing import prepare_samples
-from lit_fsdp.data.stream import SampleStream
+from lit_fsdp.data.stream import SampleStream, prepare_samples
 from lit_fsdp.errors import ConfigError, DataError
 from tests.unit.data.conftest import encoder_of, write_rows
 from tests.unit.data.conversations import unmarked

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from lit_fsdp.config.data import DataConfig, SourceConfig
-from lit_fsdp.data.packing import Samples, plan_packs, prepare_samples
+from lit_fsdp.data.packing import Samples, plan_packs
+from lit_fsdp.data.stream import prepare_samples
 from lit_fsdp.errors import ConfigError, DataError
 from tests.unit.data.conftest import encoder_of
 from tests.unit.data.conversations import LETTERS as TEMPLATE

@@ -12,8 +12,7 @@ import pytest
 from lit_fsdp import CausalLMDataModule
 from lit_fsdp.config.data import DataConfig
 from lit_fsdp.data.encode import CUT, EncodedRow
-from lit_fsdp.data.packing import prepare_samples
-from lit_fsdp.data.stream import SampleStream
+from lit_fsdp.data.stream import SampleStream, prepare_samples
 from lit_fsdp.errors import ConfigError, DataError
 from tests.unit.data.conftest import byte_level_tokenizer, encoder_of, write_rows
 from tests.unit.data.conversations import say
