@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from lit_fsdp.commands.parsing import RECIPE, example_lines, flags_of, run_one_of, verb_parser
 from lit_fsdp.errors import require
-
-if TYPE_CHECKING:
-    from lit_fsdp.config.run import RunConfig
 
 _SPLITS = ("train", "val", "test", "predict")
 _INSPECT = "lit-fsdp data inspect -c recipes/quickstart.yaml -c configs/debug/smoke.yaml"
@@ -50,11 +45,6 @@ def _inspect(argv: Sequence[str]) -> int:
     can_draw = options.plot is None or importlib.util.find_spec("matplotlib") is not None
     require(can_draw, "--plot", options.plot, "with matplotlib", "pip install 'lit-fsdp[plot]', or leave --plot out")
     speak()
-    _show(options, run, there)
-    return 0
-
-
-def _show(options: argparse.Namespace, run: RunConfig, splits: list[str]) -> None:
     from lit_fsdp.data.encode import RowEncoder
     from lit_fsdp.data.packing import describe_data
     from lit_fsdp.data.stream import prepare_samples
@@ -64,7 +54,7 @@ def _show(options: argparse.Namespace, run: RunConfig, splits: list[str]) -> Non
 
     config, tokenizer = run.data, resolve_tokenizer(run.model)
     encoder = RowEncoder(tokenizer, config)
-    samples = prepare_samples(config, splits, encoder)
+    samples = prepare_samples(config, there, encoder)
     record = describe_data(samples, config, encoder)
     if options.plot is not None:
         write_plot(samples, config.max_seq_length, options.plot)
@@ -78,3 +68,4 @@ def _show(options: argparse.Namespace, run: RunConfig, splits: list[str]) -> Non
         console = wide_console(sys.stdout)
         console.print(data_table(record))
         print_samples(console, tokenizer, options.split, shown)
+    return 0

@@ -115,11 +115,7 @@ def find_template(choice: str | None, tokenizer: Any, kwargs: Mapping[str, Any] 
             raise ConfigError(_FIELD, f"{choice} ({error})", _ALLOWED, "check the name or path") from error
     if not tokenizer.chat_template:
         return None
-    try:
-        return ChatTemplate(tokenizer.get_chat_template(), variables, tokenizer.get_chat_template(tools=[]))
-    except ValueError as error:
-        fix = "save the one that you want to a file, and name it"
-        raise ConfigError(_FIELD, "null with several templates, none of them the default", _ALLOWED, fix) from error
+    return ChatTemplate(tokenizer.get_chat_template(), variables, tokenizer.get_chat_template(tools=[]))
 
 
 def no_template(given: str) -> ConfigError:

@@ -12,15 +12,7 @@ import numpy as np
 
 from lit_fsdp.config.data import DataConfig, RowFormat
 from lit_fsdp.data.chat_template import find_template, no_template
-from lit_fsdp.data.formats import (
-    Conversation,
-    is_plain,
-    preference_sides,
-    read_prompt,
-    read_tokens,
-    text_of,
-    to_conversation,
-)
+from lit_fsdp.data.formats import Conversation, preference_sides, read_prompt, read_tokens, text_of, to_conversation
 from lit_fsdp.data.masks import Encoded, Span, SpanEncoder, added_tokens, sample
 from lit_fsdp.data.turns import AssistantTurns, supervised_turns
 from lit_fsdp.errors import ConfigError, DataError, require
@@ -109,9 +101,10 @@ class RowEncoder:
         if row_format == "text":
             text = text_of(row, "text", location)
             return text, [(0, len(text))], True
-        if row_format == "prompt_completion" and is_plain(row):
-            prompt, completion = read_prompt(row, location)  # as they stand, which is what they mean to a base model
-            return prompt + completion, [(0 if whole else len(prompt), len(prompt + completion))], True
+        plain = read_prompt(row, location) if row_format == "prompt_completion" else None
+        if plain:  # which stand as they are, as that is what they mean to a base model
+            text = "".join(plain)
+            return text, [(0 if whole else len(plain[0]), len(text))], True
         if self._turns is None:
             raise no_template(f"{row_format} rows ({location})")
         conversation = to_conversation(row, row_format, location, supervises_prompt=whole)

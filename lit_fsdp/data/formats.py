@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,6 +65,11 @@ def find_format(columns: set[str], name: str) -> RowFormat:
     )
 
 
+def num_alike(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """How many items, or characters, the two begin with alike."""
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
 def text_of(row: Mapping[str, Any], column: str, location: str) -> str:
     """A column that holds text, or DataError."""
     if not isinstance(row.get(column), str):
@@ -76,14 +82,13 @@ def is_plain(row: Mapping[str, Any]) -> bool:
     return not any(isinstance(row.get(side), (list, tuple)) for side in ("prompt", "completion"))
 
 
-def read_prompt(row: Mapping[str, Any], location: str) -> tuple[str, str]:
-    """Prompt and completion of a row of plain texts; DataError if it has columns that only a conversation can show."""
-    for column in ("system", "tools"):
-        if row.get(column):
-            raise DataError(
-                f"{location}: {column} beside a prompt and a completion in plain text, which stand as they are\n"
-                "  fix:     write them as lists of messages, which the chat template renders"
-            )
+def read_prompt(row: Mapping[str, Any], location: str) -> tuple[str, str] | None:
+    """Prompt and completion in plain text, if they are; DataError beside columns that only a conversation can show."""
+    if not is_plain(row):
+        return None
+    if more := [column for column in ("system", "tools") if row.get(column)]:
+        given = f"{more[0]} beside a prompt and a completion in plain text, which stand as they are"
+        raise DataError(f"{location}: {given}\n  fix:     write them as lists of messages, which the template renders")
     return text_of(row, "prompt", location), text_of(row, "completion", location)
 
 
@@ -103,15 +108,12 @@ def preference_sides(row: Mapping[str, Any], location: str) -> list[dict[str, An
     if prompt is None or (isinstance(prompt, str) and kind is not str):
         if chosen == rejected:
             raise DataError(f"{location}: chosen and rejected are alike\n  fix:     leave the row out")
-        pairs = enumerate(zip(chosen, rejected, strict=False))
-        shared = next((i for i, (a, b) in pairs if a != b), min(len(chosen), len(rejected)))
+        shared = num_alike(chosen, rejected)
         shared -= chosen[shared - 1 : shared] == " "  # which goes with the word behind it
         said = [one.get("content") for one in chosen[:shared] if isinstance(one, Mapping)]
         if isinstance(prompt, str) and prompt.strip() not in [text.strip() for text in said if isinstance(text, str)]:
-            fix = "write the prompt as a list of messages"
-            raise DataError(
-                f"{location}: prompt is a text that chosen and rejected do not begin with\n  fix:     {fix}"
-            )
+            given, fix = "a text that chosen and rejected do not begin with", "write the prompt as a list of messages"
+            raise DataError(f"{location}: prompt is {given}\n  fix:     {fix}")
         prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
     more = {name: row[name] for name in ("system", "tools", "chat_template_kwargs") if row.get(name) is not None}
     return [{**more, "prompt": prompt, "completion": completion} for completion in (chosen, rejected)]
@@ -242,10 +244,9 @@ def read_tokens(row: Mapping[str, Any], num_ids: int, location: str) -> tuple[np
 
 def _integers(row: Mapping[str, Any], column: str, location: str, length: int | None = None) -> np.ndarray:
     """A column of integers, int64 (T,), as long as ``input_ids``; masks may be true and false."""
-    try:
+    found = np.asarray(None)
+    with suppress(ValueError):  # of lists of several lengths
         found = np.asarray(row.get(column))
-    except ValueError:  # lists of several lengths
-        found = np.asarray(None)
     is_whole = found.ndim == 1 and length in (None, len(found))
     if not is_whole or (len(found) and found.dtype.kind not in ("iu" if length is None else "biu")):
         wanted = "a list of integers" if length is None else f"a list of {length} integers"

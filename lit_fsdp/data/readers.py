@@ -12,6 +12,7 @@ import glob
 import gzip
 import io
 import json
+import random
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import islice
@@ -19,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from lit_fsdp.config.data import GENERATED
-from lit_fsdp.data.generated import generated_rows
 from lit_fsdp.errors import DataError
 
 Row = tuple[str, dict[str, Any] | DataError]
@@ -27,6 +27,8 @@ Row = tuple[str, dict[str, Any] | DataError]
 RawRow = tuple[str, Any]
 """Location, and columns, or why they cannot be read, or bytes of JSON."""
 
+_COLORS = ("red", "green", "blue", "white", "black", "yellow")
+_THINGS = ("box", "ball", "cup", "book", "lamp", "hat")
 _BOM = b"\xef\xbb\xbf"
 _TABLE_ROWS = 250
 _TABLES = {".parquet": "parquet", ".arrow": "arrow"}
@@ -201,3 +203,35 @@ def _as_written(value: Any, kind: Any) -> Any:
     if is_list and not pyarrow.types.is_primitive(kind.value_type):
         return [_as_written(part, kind.value_type) for part in value]
     return value
+
+
+def generated_rows(count: int, seed: int = 0) -> list[dict[str, Any]]:
+    """``count`` short conversations, the same for the same seed: sums, reversed words and questions of two turns.
+
+    As ``messages``, and as ``chosen`` beside ``rejected``, whose last answer ends in another word.
+    """
+    source = random.Random(seed)  # noqa: S311 (nothing secret is made)
+    rows = []
+    for number in range(count):
+        turns = [
+            {"role": "user" if i % 2 == 0 else "assistant", "content": text}
+            for i, text in enumerate(_texts(number % 3, source))
+        ]
+        if number % 3 == 1:
+            turns = [{"role": "system", "content": "Repeat the words in reverse order."}, *turns]
+        *words, last = turns[-1]["content"].split(" ")
+        worse = [*turns[:-1], {"role": "assistant", "content": " ".join([*words, f"x{last[::-1]}"])}]
+        rows.append({"messages": turns, "chosen": turns, "rejected": worse})
+    return rows
+
+
+def _texts(kind: int, source: random.Random) -> list[str]:
+    if kind == 0:
+        a, b = source.randint(1, 99), source.randint(1, 99)
+        return [f"What is {a} + {b}?", f"{a} + {b} = {a + b}"]
+    if kind == 1:
+        words = [source.choice(_COLORS + _THINGS) for _ in range(source.randint(2, 6))]
+        return [" ".join(words), " ".join(reversed(words))]
+    color, thing = source.choice(_COLORS), source.choice(_THINGS)
+    first = [f"I have a {color} {thing}.", f"A {color} {thing}, noted."]
+    return [*first, f"Which color is my {thing}?", f"Your {thing} is {color}."]

@@ -8,7 +8,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
@@ -84,7 +84,7 @@ class Source:
         if isinstance(row, dict):
             mapped = self.columns or {}
             rest = {name: value for name, value in row.items() if name not in {*mapped, *mapped.values()}}
-            row = {**rest, **{ours: row[theirs] for ours, theirs in mapped.items() if theirs in row}}
+            row = rest | {ours: row[theirs] for ours, theirs in mapped.items() if theirs in row}
         elif not isinstance(row, DataError):
             row = DataError(f"{location}: {type(row).__name__}, not an object with columns")
         return location, row
@@ -106,20 +106,23 @@ class Source:
         it, for streams, which nobody wants to read twice, size, beginning and end of each file stand for all of it.
         """
         if root is None:
-            return self._content(_edges)
+            return self._content(_EDGE_BYTES)
         seen = self.seen()
         if not seen or max(changed for *_, changed in seen) > time.time_ns() - _RACY_NS:
-            return self._content(_file_digest)
+            return self._content()
 
         def make(partial: Path) -> None:
-            (partial / "digest").write_text(self._content(_file_digest))
+            (partial / "digest").write_text(self._content())
 
         key = content_hash([[kind_of(path) for path in self.files], seen])
         return (make_once(root / "digests" / key, make, f"hashing {self.name}") / "digest").read_text()
 
-    def _content(self, read: Callable[[str], Any]) -> str:
+    def _content(self, most: int | None = None) -> str:
+        """Of all bytes, or of ``most`` at the beginning and end of each file."""
         with naming(self.name):
-            files = [path if path.startswith(GENERATED) else [kind_of(path), read(path)] for path in self.files]
+            files = [
+                path if path.startswith(GENERATED) else [kind_of(path), _digest(path, most)] for path in self.files
+            ]
         return content_hash([files, self.hub])
 
 
@@ -189,16 +192,14 @@ def _hub(entry: SourceConfig) -> dict[str, Any]:
     return {"path": path, "name": name or None, "split": (split or "train") + bracket + rows, "revision": revision}
 
 
-def _file_digest(path: str) -> str:
+def _digest(path: str, most: int | None) -> list[Any]:
     with open(path, "rb") as file:
-        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
-
-
-def _edges(path: str) -> list[Any]:
-    with open(path, "rb") as file:
-        first, size = file.read(_EDGE_BYTES), os.fstat(file.fileno()).st_size
-        file.seek(max(0, size - _EDGE_BYTES))
-        return [size, hashlib.blake2b(first + file.read(_EDGE_BYTES), digest_size=16).hexdigest()]
+        size = os.fstat(file.fileno()).st_size
+        if most is None:
+            return [size, hashlib.file_digest(file, "blake2b").hexdigest()]
+        first = file.read(most)
+        file.seek(max(0, size - most))
+        return [size, hashlib.blake2b(first + file.read(most)).hexdigest()]
 
 
 def content_hash(value: Any) -> str:

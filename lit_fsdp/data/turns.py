@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lit_fsdp.data.chat_template import ChatTemplate
-from lit_fsdp.data.formats import Conversation, Message
+from lit_fsdp.data.formats import Conversation, Message, num_alike
 from lit_fsdp.data.masks import Span
 from lit_fsdp.errors import DataError
 
@@ -191,7 +191,7 @@ class AssistantTurns:
             if asked == plain:  # the header is left to whoever asks; a blank goes with the word behind it
                 answered = self._template.text_of(conversation, [*messages, _ANSWER]) or ""
                 asked = answered.rpartition(_ANSWER["content"])[0].rstrip(" ")
-            cut = _common(asked, plain)
+            cut = num_alike(asked, plain)
             across = (match.start() for match in self._token.finditer(asked) if match.start() < cut < match.end())
             return asked[next(across, cut) :]
         return ""
@@ -217,7 +217,7 @@ class AssistantTurns:
             alone, tags = _read_tags(self._template.text_of(rendered.conversation, before) or "")
             behind = [tag.position for tag in dropwhile(lambda tag: tag[1:] != last[1:], tags)]
             tail = alone[behind[0] : behind[1] if behind[1:] else None] if behind else ""
-            same = tail[: _common(tail, text[end:])]
+            same = tail[: num_alike(tail, text[end:])]
             tokens = list(takewhile(lambda match: match[0] not in turn.openers, self._token.finditer(same)))
             if not tokens and (not same.strip() or same.rstrip() != tail.rstrip()):
                 return -1
@@ -310,8 +310,3 @@ def _is_whole(message: Message, turn: _Turn, said: str) -> bool:
         and all(f"{_NAME}{number}" in kinds for number in range(len(calls)))
         and all(name in said or json.dumps(name)[1:-1] in said for name in names)
     )
-
-
-def _common(one: str, other: str) -> int:
-    """How many characters two texts begin with alike."""
-    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

@@ -10,7 +10,7 @@ import pytest
 
 from lit_fsdp.checkpoint.manifest import read_manifest
 from lit_fsdp.checkpoint.run_folder import checkpoints
-from lit_fsdp.data.generated import generated_rows
+from lit_fsdp.data.readers import generated_rows
 from tests.dist.forks import RankError, on_ranks
 from tests.unit.data.conftest import write_rows
 

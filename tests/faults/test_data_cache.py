@@ -15,7 +15,7 @@ import pytest
 
 from lit_fsdp.config.data import DataConfig
 from lit_fsdp.data import cache as tokenized
-from lit_fsdp.data.generated import generated_rows
+from lit_fsdp.data.readers import generated_rows
 from lit_fsdp.data.stream import prepare_samples
 from lit_fsdp.errors import DataError
 from lit_fsdp.models.tokenizers import miniature_tokenizer

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from lit_fsdp.config.data import DataConfig, SourceConfig
-from lit_fsdp.data.generated import generated_rows
-from lit_fsdp.data.readers import Row
+from lit_fsdp.data.readers import Row, generated_rows
 from lit_fsdp.data.sources import find_sources, pinned
 from lit_fsdp.errors import ConfigError, DataError
 from tests.unit.data.conftest import write_rows

@@ -1,0 +1,130 @@
+"""Data for people to read: tables, a picture, and samples, in which what is supervised stands out.
+
+Rows come from anywhere, and a control character that is printed as it is can move the cursor, change colors or hide
+text. So it is shown by its number: an escape becomes ``⟨U+001B⟩``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from lit_fsdp.data.batches import Sample
+from lit_fsdp.data.packing import Samples
+
+_OPEN, _CLOSE = "⟦", "⟧"
+_OBEYED = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+_HEAD, _SUPERVISED, _SPECIAL = "bold cyan", "bold green", "reverse"
+
+
+def visible(text: str) -> str:
+    """``text`` without anything a terminal would act upon but line breaks and tabs."""
+    return _OBEYED.sub(lambda found: f"⟨U+{ord(found[0]):04X}⟩", text)
+
+
+Piece = tuple[str, bool, bool]
+"""Text that is not safe to print, whether it is supervised, and whether it is one special token."""
+
+
+def pieces(tokenizer: Any, ids: np.ndarray, supervised: np.ndarray) -> list[Piece]:
+    """A sample as text, cut where supervision changes and around special tokens.
+
+    A token is decoded with the one before it, as some tokenizers drop a blank at the beginning.
+    """
+    special = np.isin(ids, [number for number, token in tokenizer.added_tokens_decoder.items() if token.special])
+    new = (supervised[1:] != supervised[:-1]) | special[1:] | special[:-1]
+    starts, whole = [0, *(np.flatnonzero(new) + 1).tolist()], ids.tolist()
+    runs = zip(starts, [*starts[1:], len(whole)], strict=True)
+    return [(_decoded(tokenizer, whole, a, b), bool(supervised[a]), bool(special[a])) for a, b in runs]
+
+
+def _decoded(tokenizer: Any, ids: list[int], start: int, end: int) -> str:
+    def decode(part: list[int]) -> str:
+        return str(tokenizer.decode(part, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    before, both = decode(ids[max(0, start - 1) : start]), decode(ids[max(0, start - 1) : end])
+    return both[len(before) :] if both.startswith(before) else decode(ids[start:end])
+
+
+def print_samples(console: Console, tokenizer: Any, name: str, samples: Sequence[Sample]) -> None:
+    """Samples as text; supervised tokens are colored, or between ``⟦`` and ``⟧`` where there is no color."""
+    say = partial(console.print, soft_wrap=True, highlight=False)
+    marks = console.color_system is None or console.no_color
+    how = f"between {_OPEN} and {_CLOSE}" if marks else "green"
+    say(Text(f"supervised tokens are {how}, ⟨U+001B⟩ is a character that is not printed as it is"))
+    for number, (ids, supervised) in enumerate(samples):
+        title = f"\n━━ {name} {number}: {len(ids):,} tokens, {np.count_nonzero(supervised):,} supervised"
+        say(Text(title, _HEAD))
+        text, inside = Text(), False
+        for said, is_supervised, is_special in [*pieces(tokenizer, ids, supervised), ("", False, False)]:
+            if marks and is_supervised != inside:
+                text.append(_OPEN if is_supervised else _CLOSE)
+            inside = is_supervised
+            text.append(visible(said), " ".join([_SUPERVISED] * is_supervised + [_SPECIAL] * is_special))
+        say(text)
+
+
+def data_table(record: Mapping[str, Any]) -> Table:
+    """What :func:`lit_fsdp.data.packing.describe_data` returned, one column per split."""
+    packing = "packed" if record["packing"] else f"padded, {record['micro_batch_size']} to a micro-batch"
+    title = (
+        f"Data: {record['template']} chat template, loss on {record['loss_on']}, "
+        f"samples of at most {record['max_seq_length']:,} tokens, {packing}"
+    )
+    table = Table("", title=title, title_justify="left")
+    for name in record["splits"]:
+        table.add_column(name, justify="right", overflow="fold")
+    columns = [_cells(split) for split in record["splits"].values()]
+    for label in columns[0] if columns else ():
+        if any(column[label] for column in columns):
+            table.add_row(label, *(Text(visible(column[label]) or "-") for column in columns))
+    return table
+
+
+def _cells(split: Mapping[str, Any]) -> dict[str, str]:
+    """Label and text of every line of a split's column; no text where there is nothing to say."""
+    packs, dropped = split["packs"], "\n".join(f"{count:,} {reason}" for reason, count in split["dropped"].items())
+    sources = []
+    for source in split["sources"]:
+        rows = f"{source['rows']:,} " if "rows" in source else ""  # not known of a stream
+        sources.append(f"{source['name']}: {rows}{source['format']}")
+    return {
+        "from": split["from"],
+        "samples of each source": "\n".join(sources),
+        "rows read": f"{split['rows_read']:,}",
+        "dropped": dropped or "0",
+        "truncated": f"{split['truncated']:,}",
+        "samples": f"{split['samples']:,}",
+        "packs": f"{packs['count']:,}, {packs['fill']:.1%} full" if packs else "",
+        "tokens min / median / p95 / max": " / ".join(f"{value:,.0f}" for value in split["lengths"].values()),
+        "supervised": f"{split['supervised_share']:.1%} of {split['tokens']:,} tokens",
+    }
+
+
+def write_plot(splits: Mapping[str, Samples], max_seq_length: int, path: Path) -> None:
+    """Draw every split into one file: histograms of lengths, of supervised shares, and of how full the packs are."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 3.6), layout="constrained")
+    axes = figure.subplots(1, 3)
+    longest = max(int(split.lengths.max()) for split in splits.values())
+    for name, split in splits.items():
+        label, shares = f"{name} ({len(split.lengths):,})", 100 * split.num_supervised / split.lengths
+        axes[0].hist(split.lengths, np.linspace(0, longest + 1, 41), histtype="step", label=label)
+        axes[1].hist(shares, np.linspace(0, 100, 21), histtype="step", label=label)
+        axes[2].hist(100 * split.fills, np.linspace(0, 100, 51), histtype="step", label=label)
+    axes[0].axvline(max_seq_length, color="grey", linestyle=":", label="max_seq_length")
+    labels = ("tokens per sample", "supervised tokens, % of a sample", "how full a pack is, %")
+    for axis, label in zip(axes, labels, strict=True):
+        axis.set_xlabel(label)
+        axis.set_yscale("symlog", linthresh=10)  # a few long samples are seen beside many short ones
+        axis.legend(fontsize=8)
+    figure.savefig(path, dpi=120)
