@@ -67,7 +67,7 @@ class CausalLMDataModule(LightningDataModule):
         for split in ("train" if split == "val" and held_out else split for split in splits):
             entries: dict[str, Any] = {split: pinned(getattr(self.config, split)) or None}
             self.config = dataclasses.replace(self.config, **entries)
-        wanted = [split for split in splits if self.config.has(split) and split not in self._samples]
+        wanted = [split for split in splits if split not in self._samples]
         found = prepare_samples(self.config, wanted, self._encoder()) if wanted else {}
         kinds = "rows with one completion, for CausalLMModule", "pairs, for lit_fsdp.PreferenceModule"
         for split, samples in found.items():

@@ -113,9 +113,8 @@ def prepare_rows(sources: Sources, config: DataConfig, encoder: RowEncoder) -> T
 def open_rows(folder: Path) -> TokenizedRows:
     """Map rows that :func:`prepare_rows` has written."""
     meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
-    return TokenizedRows(
-        folder, meta, **{name: np.memmap(folder / f"{name}.bin", ARRAYS[name], "r") for name in ARRAYS}
-    )
+    arrays = {name: np.memmap(folder / f"{name}.bin", dtype, "r") for name, dtype in ARRAYS.items()}
+    return TokenizedRows(folder, meta, **arrays)
 
 
 def nothing_supervised(name: str, dropped: dict[str, int]) -> DataError:

@@ -153,10 +153,11 @@ class RowEncoder:
 
     def _cut(self, row: Encoded, location: str) -> EncodedRow:
         """The row within ``max_seq_length``; of a longer one that part that ``data.truncation`` leaves."""
-        if not row.supervised.any():
+        marked = np.flatnonzero(row.supervised)
+        if not len(marked):
             return EncodedRow([], False, NOTHING_LEFT)
         # What follows the last supervised token, such as the line break after the last turn, changes no loss.
-        row = row.part(0, int(np.flatnonzero(row.supervised)[-1]) + 1)
+        row = Encoded(row.input_ids[: marked[-1] + 1], row.supervised[: marked[-1] + 1])
         length, limit, policy = len(row.input_ids), self._config.max_seq_length, self._config.truncation
         if length <= limit:
             return EncodedRow([row], False, None)

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from lit_fsdp.config.data import DataConfig
+from lit_fsdp.config.data import DataConfig, check_sources
 from lit_fsdp.data.cache import TokenizedRows
 from lit_fsdp.data.encode import RowEncoder
 from lit_fsdp.data.order import apportion
@@ -82,8 +82,10 @@ def holds_pairs(formats: Sequence[str], name: str, config: DataConfig) -> bool:
     return pairs
 
 
-def plan_items(rows: TokenizedRows, split: str, config: DataConfig, weights: tuple[float, ...] = ()) -> Samples:
+def plan_items(rows: TokenizedRows, split: str, config: DataConfig) -> Samples:
     """Items of a split that is tokenized; predict has no packs, as each of its rows gets scores of its own."""
+    entries = check_sources(split, config.train) if split == "train" and not config.streaming else []
+    weights = tuple(entry.weight for entry in entries if entry.weight is not None)
     capacity = config.max_seq_length if config.packing and split != "predict" else None
     sources = rows.meta["sources"]
     pairs = holds_pairs([source["format"] for source in sources], f"data.{split}", config)

@@ -53,7 +53,7 @@ class Source:
         Raises:
             DataError: There is no row, its columns are of no known format, or a mapped column is not there.
         """
-        head = [self.parse(raw) for _, raw in islice(self.read(), _HEAD_ROWS)]
+        head = list(islice(self.rows(), _HEAD_ROWS))
         good = [(location, row) for location, row in head if isinstance(row, dict)]
         if not good:
             raise next((row for _, row in head if isinstance(row, DataError)), DataError(f"{self.name}: no rows"))
@@ -121,7 +121,7 @@ class Source:
         """Of all bytes, or of ``most`` at the beginning and end of each file."""
         with naming(self.name):
             files = [
-                path if path.startswith(GENERATED) else [kind_of(path), _digest(path, most)] for path in self.files
+                [kind_of(path), path if path.startswith(GENERATED) else _digest(path, most)] for path in self.files
             ]
         return content_hash([files, self.hub])
 
@@ -137,9 +137,8 @@ def find_sources(sources: Sources, config: DataConfig | None = None, streaming: 
     for entry in check_sources("train", sources):
         files, hub = _found(entry)
         require(entry.revision is None or hub, "data", f"revision of {entry.source}", "a name on the hub")
-        columns = config.columns if entry.columns is None else entry.columns
-        given = entry.format or config.format
-        found.append(Source(entry.source, tuple(files), hub, streaming, given, entry.weight, columns))
+        columns, form = config.columns if entry.columns is None else entry.columns, entry.format or config.format
+        found.append(Source(entry.source, tuple(files), hub, streaming, form, entry.weight, columns))
     return found
 
 

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset
 
-from lit_fsdp.config.data import DataConfig, check_sources
+from lit_fsdp.config.data import DataConfig
 from lit_fsdp.data.batches import Batch, Resumable, Sample, collate_items
 from lit_fsdp.data.cache import TokenizedRows, encode_rows, nothing_supervised, prepare_rows, say_dropped, tokenized
 from lit_fsdp.data.encode import EncodedRow, RowEncoder
@@ -173,14 +173,12 @@ def prepare_samples(config: DataConfig, splits: Sequence[str], encoder: RowEncod
         ConfigError: A source of a mix would never be read.
     """
     found: dict[str, Samples] = {}
-    for split in splits:
-        sources = config.train if split == "val" and config.val_split is not None else getattr(config, split)
-        if sources is not None and split == "train" and config.streaming:
+    for split in filter(config.has, splits):
+        if split == "train" and config.streaming:
             found[split] = _first_samples(config, encoder)
-        elif sources is not None:
-            entries = check_sources(split, sources)
-            weights = tuple(entry.weight for entry in entries if entry.weight is not None) if split == "train" else ()
-            found[split] = plan_items(prepare_rows(sources, config, encoder), split, config, weights)
+        else:
+            sources: Any = config.train if split == "val" and config.val_split is not None else getattr(config, split)
+            found[split] = plan_items(prepare_rows(sources, config, encoder), split, config)
     return found
 
 
@@ -188,10 +186,9 @@ def _first_samples(config: DataConfig, encoder: RowEncoder) -> Samples:
     stream = SampleStream(replace(config, shuffle_window=min(config.shuffle_window, _LOOKED_AT)), encoder, 0)
     _, rows = next(stream.windows())
     samples = stream.samples(rows)
-    meta, seen = samples.rows.meta, f"the first {len(rows):,} rows of a stream"
-    if not meta["rows"]:
-        raise nothing_supervised(f"data.train, {seen}", meta["dropped"])
-    meta["seen"] = seen
+    samples.rows.meta["seen"] = seen = f"the first {len(rows):,} rows of a stream"
+    if not len(samples):
+        raise nothing_supervised(f"data.train, {seen}", samples.rows.meta["dropped"])
     return samples
 
 
