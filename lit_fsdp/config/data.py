@@ -45,9 +45,7 @@ Sources = str | list[str | SourceConfig]
 
 def check_sources(split: str, sources: Sources | None) -> list[SourceConfig]:
     """Check and return the entries of one split, names alone as entries of their own."""
-    if sources is None:
-        return []
-    entries = [sources] if isinstance(sources, str) else list(sources)
+    entries = [sources] if isinstance(sources, str) else sources or []
     found = [SourceConfig(source=entry) if isinstance(entry, str) else entry for entry in entries]
     weighted = sum(entry.weight is not None for entry in found)
     given = f"weights for {weighted} of {len(found)} sources"

@@ -84,9 +84,7 @@ def _filled(packs: Sequence[Sequence[Sample]], length: int, pad_id: int) -> Batc
     return {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels), "counts": counts}
 
 
-def collate_items(
-    items: Sequence[Sequence[Sample]], pack_length: int | None, pad_id: int, pairs: bool = False
-) -> Batch:
+def collate_items(items: Sequence[Sequence[Sample]], pack_length: int | None, pad_id: int, pairs: bool) -> Batch:
     """Items as a batch: packs of ``pack_length`` tokens, or one sample each; one without samples is a filler.
 
     Pairs are two samples each: all that are chosen, then all that are rejected in the same order; they count as one.
