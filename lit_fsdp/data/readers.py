@@ -78,18 +78,20 @@ def read_table(name: str, table: Any, start: int = 0) -> Iterator[RawRow]:
             number += len(batch)
 
 
-def files_by_split(folder: str) -> dict[str, list[str]]:
-    """What ``datasets`` saved in a folder, or finds there by the names of files or the README.md."""
+def files_of_split(folder: str, split: str) -> list[str]:
+    """Files of a split: of what ``datasets`` saved in a folder, or as it finds them by their names or the README.md."""
     import datasets
 
     found: Any
     with naming(folder):
-        if not (Path(folder, "state.json").is_file() or Path(folder, "dataset_dict.json").is_file()):
+        if Path(folder, "state.json").is_file() or Path(folder, "dataset_dict.json").is_file():
+            found = datasets.load_from_disk(folder).cache_files
+        else:
             found = datasets.load_dataset_builder(folder).config.data_files or {}
-            return {str(split): list(paths) for split, paths in found.items()}
-        found = datasets.load_from_disk(folder).cache_files
-    found = found if isinstance(found, dict) else {"train": found}
-    return {split: [file["filename"] for file in files] for split, files in found.items()}
+    splits = {str(name): files for name, files in found.items()} if isinstance(found, dict) else {"train": found}
+    if split not in splits:
+        raise DataError(f"{folder}: no split {split!r}\n  allowed: {', '.join(splits)} (write folder:split)")
+    return [file if isinstance(file, str) else file["filename"] for file in splits[split]]
 
 
 def hub_shards(hub: dict[str, Any], streaming: bool) -> list[Any]:

@@ -157,24 +157,16 @@ def _found(entry: SourceConfig) -> tuple[list[str], dict[str, Any] | None]:
     path = os.path.expanduser(name)
     folder, _, split = path.rpartition(":")
     if os.path.isdir(path):
-        return _folder(name, path, "train"), None
+        return readers.files_of_split(path, "train"), None
     if os.path.isfile(path):
         return [path], None
     if os.path.isdir(folder):
-        return _folder(name, folder, split), None
+        return readers.files_of_split(folder, split), None
     is_pattern = glob.has_magic(name) and not _SLICE.fullmatch(name)
     files = [found for found in sorted(glob.glob(path, recursive=True)) if os.path.isfile(found)] if is_pattern else []
     if not files and (is_pattern or kind_of(path) in readers.KINDS or name.startswith((".", "/", "~"))):
         raise DataError(f"{name}: no such file\n  fix:     check the path, relative to {Path.cwd()}")
     return files, None if files else _hub(entry)
-
-
-def _folder(name: str, folder: str, split: str) -> list[str]:
-    """Files of a split: of what ``datasets`` saved, or as it finds them by their names or the README.md."""
-    splits = readers.files_by_split(folder)
-    if split not in splits:
-        raise DataError(f"{name}: no split {split!r}\n  allowed: {', '.join(splits)} (write name:split)")
-    return splits[split]
 
 
 def _hub(entry: SourceConfig) -> dict[str, Any]:
