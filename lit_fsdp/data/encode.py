@@ -21,7 +21,6 @@ _VERSION = 3
 """Raised with changes here or below that give the same rows other tokens or masks."""
 CUT, TOO_LONG = "cut before the assistant's turn", "longer than max_seq_length"
 EMPTY, NOTHING_LEFT = "empty", "without a supervised token"
-_Pairs = Sequence[tuple[Mapping[str, Any], str]]  # rows with their locations
 
 
 @dataclass(frozen=True)
@@ -111,7 +110,7 @@ class RowEncoder:
         wanted = supervised_turns(conversation.messages, self._config.supervise, whole, location)
         return *self._turns.find(_without_flags(conversation), wanted, location), False
 
-    def _preferences(self, pairs: _Pairs) -> list[EncodedRow]:
+    def _preferences(self, pairs: Sequence[tuple[Mapping[str, Any], str]]) -> list[EncodedRow]:
         """Two samples per row, the chosen completion first; none where one of them has nothing left."""
         if self._config.train_on_prompt:
             allowed = "false for rows of chosen and rejected, which are compared by their completions"

@@ -81,7 +81,6 @@ class SampleStream:
         self.sources = find_sources(config.train, config, streaming=True)
         self.formats = [source.row_format for source in self.sources]
         self.pairs = holds_pairs(self.formats, "data.train", config)
-        self._name = ", ".join(source.name for source in self.sources)
         self._weights = [source.weight for source in self.sources if source.weight is not None]
         self.fingerprint = content_hash([source.digest(None) for source in self.sources])
         """Of the content, as far as it is known; the order depends on it."""
@@ -117,7 +116,7 @@ class SampleStream:
         self._read += samples.rows.meta["rows_read"]
         self._dropped += samples.rows.meta["dropped"]
         if (self._read >= _ENOUGH_ROWS or at["epoch"]) and self._read == self._dropped.total():
-            raise nothing_supervised(self._name, self._dropped)
+            raise nothing_supervised(", ".join(source.name for source in self.sources), self._dropped)
         order = np.arange(len(samples))
         if self._config.shuffle:
             order = generator_of(self.fingerprint, self._seed, at["epoch"], at["window"]).permutation(order)
