@@ -117,7 +117,6 @@ class EngineStrategy(Checkpoints):
     num_nodes: int
     num_processes: int
     world_size: int
-    global_rank: int
     _launcher: Any
     _layer_sync: Any  # of Trainer(sync_batchnorm=True)
 
