@@ -12,7 +12,7 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedTokenizerBase
 
 from lit_fsdp.checkpoint.manifest import Manifest, read_manifest
+from lit_fsdp.checkpoint.store import load_weights
 from lit_fsdp.config.model import ModelConfig, OptimConfig, schedule_factor
 from lit_fsdp.config.parser import build
 from lit_fsdp.errors import ConfigError, require
@@ -293,6 +294,11 @@ class CausalLMModule(LightningModule):
         if self.config.lora is not None and self._base is not None and saved is not None:
             self.config.lora.check_checkpoint(manifest)
             check_base(saved, self._base, "model.name", manifest.folder)
+
+    @classmethod
+    def load_from_checkpoint(cls, checkpoint_path: Any, **options: Any) -> Self:  # type: ignore[override]
+        """:func:`lit_fsdp.load_weights` for a new module; the ``model`` section of the run's recipe is its options."""
+        return load_weights(cls(**options), checkpoint_path)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """See :meth:`check_checkpoint`."""

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import typing
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+from lightning.pytorch.core import saving
 from lightning.pytorch.strategies import Strategy
 
+from lit_fsdp.checkpoint import store
 from lit_fsdp.config.parser import build
 from lit_fsdp.config.strategy import StrategyConfig
 from lit_fsdp.parallel.ddp import ReplicatedStrategy
@@ -39,3 +43,18 @@ _TYPES, _FIELDS = typing.get_type_hints(StrategyConfig), inspect.signature(Strat
 fsdp_strategy.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
     [field.replace(annotation=_TYPES[field.name]) for field in _FIELDS], return_annotation=Strategy
 )
+
+
+def _read_folders_too(read: Callable[..., Any]) -> Callable[..., Any]:
+    """Lightning's reader behind ``MyModule.load_from_checkpoint``, which knows files alone, for checkpoints of ours."""
+
+    @functools.wraps(read)
+    def read_either(path: Any, *args: Any, **options: Any) -> Any:
+        if not isinstance(path, (str, Path)) or not Path(path).is_dir():
+            return read(path, *args, **options)
+        return {**store.load_state(Path(path)), "state_dict": store.whole_model(path)}
+
+    return read_either
+
+
+saving.pl_load = _read_folders_too(saving.pl_load)

@@ -175,6 +175,9 @@ class StrategyConfig:
     """gloo, nccl, or cpu:gloo,cuda:nccl; default: by device."""
     timeout_seconds: float = 1800.0
     """How long a collective may wait for a rank."""
+    find_unused_parameters: bool = True
+    """ddp: look in every step for parameters it did not use; false saves that where there are none, but torch lays out
+    its buckets again after the first step, so that on more than two ranks a resume may differ in the last bits."""
     contract: Literal["error", "warn"] | None = None
     """What a dtype that differs from the precision mode's does; default: error, but warn for somebody's own module."""
     state_dict: Literal["sharded", "full"] = "sharded"
@@ -193,11 +196,13 @@ class StrategyConfig:
         """``(field, whether it is wrong, given, allowed)`` of what an engine or another argument rules out."""
         precision, wrap, seconds = self.precision_config, self.wrap_config, self.timeout_seconds
         fsdp1, fsdp2, single = (self.engine == name for name in ("fsdp1", "fsdp2", "single"))
-        held, mixes = not self.sync_each_micro_batch, precision.row.compute != precision.row.param
+        unused, held = self.find_unused_parameters, not self.sync_each_micro_batch
+        mixes = precision.row.compute != precision.row.param
         by_compiler = self.activation_config.mode == "memory_budget"
         unsynced = self.cpu_ram_efficient_loading and not self.sync_module_states
         rules: list[tuple[str, Any, Any, str]] = [
             ("timeout_seconds", not 0 < seconds <= 7 * 86400, seconds, "above 0, at most a week"),
+            ("find_unused_parameters", not unused and self.engine != "ddp", "false", "false with ddp only"),
             ("precision.reduce_dtype", single and precision.reduce_dtype, "one with single", "no reduce_dtype"),
             ("wrap", wrap.manual and not self.is_sharded, f"manual with {self.engine}", "manual with fsdp1 or fsdp2"),
             ("wrap", wrap.manual and precision.mode == "fp8", "manual with fp8", "auto, names or a size"),

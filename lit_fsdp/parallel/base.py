@@ -62,6 +62,10 @@ _QUIET_SECONDS = 15.0
 _LOST_CONTACT = re.compile(
     "lost contact|gloo|NCCL|ProcessGroup|Connection (closed|reset|refused)|Broken pipe|Timed out waiting|TCPStore"
 )
+_FREE_CHOICES = (
+    "process_group_backend", "timeout_seconds", "state_dict", "verbose", "contract", "nonfinite_gradients",
+)  # fmt: skip
+"""Arguments in which the strategies of two Trainers that share a module may differ."""
 _WHOLE_WEIGHTS = ("StochasticWeightAveraging", "WeightAveraging", "EMAWeightAveraging", "ModelPruning")
 """Callbacks of Lightning that average or sort whole weights, but a rank has only shards."""
 
@@ -369,7 +373,7 @@ class EngineStrategy(Checkpoints):
         """Go on with a module that the strategy of another Trainer has sharded, which nothing can undo."""
         before = entrance.strategy
         ours, theirs = ({**vars(s.config), "number of ranks": s.world_size} for s in (self, before))
-        given = {name: value for name, value in ours.items() if value != theirs[name]}
+        given = {name: value for name, value in ours.items() if value != theirs[name] and name not in _FREE_CHOICES}
         sharded_with = {name: theirs[name] for name in given}
         allowed = f"{sharded_with}, with which another Trainer has sharded this module"
         fix = "make a new module, into which lit_fsdp.load_weights(module, path) brings a checkpoint"

@@ -6,9 +6,10 @@ import warnings
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import _compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from lit_fsdp.parallel.base import EngineStrategy
@@ -41,10 +42,17 @@ class ReplicatedStrategy(EngineStrategy, DDPStrategy):
         # Looking for unused parameters keeps the buckets as they are. Otherwise they are laid out anew after the first
         # step of a process, which changes the order of summation: a resumed run would not be bit-equal.
         warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
-        wrapped = DistributedDataParallel(module, device_ids=on_device, init_sync=False, find_unused_parameters=True)
+        unused = self.config.find_unused_parameters
+        wrapped = DistributedDataParallel(module, device_ids=on_device, init_sync=False, find_unused_parameters=unused)
         wrapped.broadcast_buffers = False  # its argument is called differently from torch 2.13 on
-        # The mean over ranks in the reduce dtype, issued from Python, so that the contract sees it; torch's public
-        # hooks refuse bf16 without NCCL, and none of them is for fp32.
-        reduce = TORCH_DTYPES[row.reduce]
-        wrapped.register_comm_hook(wrapped.process_group, lambda group, bucket: _compress_hook(reduce, group, bucket))
+        # not the function itself: DDP compares its annotations, which are strings in this file
+        wrapped.register_comm_hook(TORCH_DTYPES[row.reduce], lambda dtype, bucket: _average(dtype, bucket))
         return wrapped
+
+
+def _average(dtype: torch.dtype, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Mean over ranks in the reduce dtype; issued from Python, so that the contract sees it."""
+    buffer = bucket.buffer()
+    work = dist.all_reduce((buffer / dist.get_world_size()).to(dtype), async_op=True)
+    assert work is not None
+    return work.get_future().then(lambda done: done.value()[0].to(buffer.dtype))

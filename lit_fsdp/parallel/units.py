@@ -104,8 +104,12 @@ def audit(plan: UnitPlan, shard_degree: int, recompute: Mapping[str, str]) -> di
     total = max(1, plan.num_params)
     rows = [
         {
-            **vars(unit),
             "name": unit.name or "(root)",
+            "class": unit.class_name,
+            "num_params": unit.num_params,
+            "num_trainable": unit.num_trainable,
+            "num_bytes": unit.num_bytes,
+            "quantization_bytes": unit.quantization_bytes,
             "share": unit.num_params / total,
             "tied": list(unit.tied),
             "recompute": recompute.get(unit.name, "no"),

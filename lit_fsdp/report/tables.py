@@ -28,7 +28,7 @@ def units_table(record: dict[str, Any]) -> Table:
         count = 1 + len(others)
         table.add_row(
             f"{first['name']} … {others[-1]['name']}" if others else first["name"],
-            f"{count} × {first['class_name']}" if others else first["class_name"],
+            f"{count} × {first['class']}" if others else first["class"],
             f"{first['num_params']:,}",
             f"{first['num_bytes'] / GIB:.3f}",
             f"{first['share'] * count:.1%}",

@@ -152,6 +152,7 @@ def look(folder: str, strategy: dict[str, Any], steps: int = 3, **options: Any) 
         "planned": sorted(live.plan.modules) if live.plan else None,
         "realized": sorted(units_already_wrapped(live.lightning_module)),
         "reductions": counts.counts,
+        "finds_unused": getattr(live._root, "find_unused_parameters", None),
         "sharding": sorted({m.sharding_strategy.name for m in fsdp1}),
         "backward_prefetch": sorted({str(m.backward_prefetch) for m in fsdp1}),
         "forward_prefetch": sorted({m.forward_prefetch for m in fsdp1}),

@@ -68,6 +68,9 @@ def test_ddp_replaces_what_is_about_shards_and_says_so(tiny_model: Path) -> None
     assert sorted(ddp["audit"]["replaced"]) == ["cpu_offload", "replicate_degree", "sharding"]
     assert ours["audit"]["replaced"] == {}
     assert set(ddp["timeouts"]) == {77.0}
+    trusts = look(tiny_model, engine="ddp", precision="fp32", find_unused_parameters=False)
+    assert (ddp["finds_unused"], trusts["finds_unused"]) == (True, False)
+    assert trusts["losses"] == ddp["losses"]
 
 
 def test_reductions_are_held_back_until_the_last_micro_batch(tiny_model: Path) -> None:

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from lit_fsdp import CausalLMModule, load_weights
+from lit_fsdp import CausalLMModule
 from lit_fsdp.checkpoint.manifest import read_manifest
 from lit_fsdp.models.generate import chat
 from lit_fsdp.models.lora import apply_saved_lora
@@ -127,7 +127,7 @@ def test_exported_adapters_are_the_live_model(
         wanted, of_adapter, of_merged = (m.eval()(input_ids=ids).logits for m in (live, adapted, merged))
     assert torch.equal(of_adapter, wanted)
     torch.testing.assert_close(of_merged, wanted, rtol=1e-4, atol=1e-5)
-    module = load_weights(CausalLMModule(name=str(base), lora=lora), manifest.folder).model
+    module = CausalLMModule.load_from_checkpoint(manifest.folder, name=str(base), lora=lora).model
     assert all(torch.equal(module.state_dict()[name], tensor) for name, tensor in state.items())
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")  # fp32 on every CPU
     assert chat(str(tmp_path / "adapter"), "2 + 2?", None, 9) == chat(str(tmp_path / "merged"), "2 + 2?", None, 9)

@@ -44,7 +44,7 @@ def test_a_cell_trains_as_the_loop_does(tiny_model: Path, wanted: list[float], c
     copies = {"hybrid_shard": 2, "hybrid_shard_zero2": 2, "no_shard": len(results)}.get(cell["sharding"], 1)
     assert sum(result["local_numel"] for result in results) == copies * total
     if cell["activation_checkpointing"] == "full" and cell["wrap"] == "auto":
-        assert [unit["class_name"] for unit in units if unit["recompute"] == "full"] == ["LlamaDecoderLayer"] * 3
+        assert [unit["class"] for unit in units if unit["recompute"] == "full"] == ["LlamaDecoderLayer"] * 3
 
 
 def test_every_value_of_an_engine_is_met_without_the_long_cells() -> None:
