@@ -25,7 +25,9 @@ class Throughput(Callback):
     The clock runs from the end of one batch to the end of the next, so that waiting for data counts. The device is
     waited for at logged steps only, and nothing is sent between ranks. Tokens are those without padding;
     ``padding_share`` is the share of positions that hold none. ``data_wait_share`` is this rank's own: the time between
-    two forward passes. ``mfu`` and ``hfu`` are those of :class:`FlopMeter`; one that cannot be known is not logged.
+    two forward passes. By :mod:`lit_fsdp.metrics.flops` ``model_tflops_per_rank`` is the work that loss and gradients
+    need, ``mfu`` its share of the device's dense peak at the compute dtype, and ``hfu`` that share with what activation
+    checkpointing computes again; all devices are taken to be of one kind, and what cannot be known is not logged.
     """
 
     def __init__(self) -> None:
@@ -34,18 +36,22 @@ class Throughput(Callback):
         self._mark: float | None = None  # the clock stands
         self._steps = self._seen_step = 0
         self._is_warm = False
-        self._flops = FlopMeter()
+        self._formula: ModelFlops | None = None
+        self._reason = "the module holds no transformers model"
+        self._words: dict[str, str] = {}
+        self._peak: float | None = None
+        self._ranks = 1
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Read the shapes of the model before they are sharded."""
         if stage == "fit" and hasattr(pl_module, "step_totals"):  # what others call build() is not for us to call
-            self._flops.read_shapes(pl_module)
+            self.read_shapes(pl_module)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start counting."""
         self._seen_step, self._is_warm, self._mark = trainer.global_step, False, None
         self._begin_again()
-        missing = self._flops.read_device(trainer, pl_module)
+        missing = self.read_device(trainer, pl_module)
         if missing and trainer.is_global_zero:
             print(missing, file=sys.stderr)
 
@@ -90,7 +96,7 @@ class Throughput(Callback):
             "step_seconds": seconds / self._steps,
             "padding_share": 1 - counts["tokens"] / max(1.0, counts["slots"]),
             "data_wait_share": self._waited / seconds,
-            **self._flops.rates(counts, seconds),
+            **self.rates(counts, seconds),
             "peak_memory_gib": peak_device_bytes(device) / GIB,
         }
         reserved = peak_reserved_bytes(device)
@@ -99,22 +105,6 @@ class Throughput(Callback):
 
     def _begin_again(self) -> None:
         self._sum, self._seconds, self._waited, self._steps = None, 0.0, 0.0, 0
-
-
-class FlopMeter:
-    """FLOP/s of a live run by :mod:`lit_fsdp.metrics.flops`: per rank, and against the peak of this rank's device.
-
-    ``model_tflops_per_rank`` is the work that loss and gradients need, ``mfu`` its share of the device's dense peak at
-    the compute dtype, ``hfu`` that share with what activation checkpointing computes again. All devices are taken to
-    be of one kind.
-    """
-
-    def __init__(self) -> None:
-        self._formula: ModelFlops | None = None
-        self._reason = "the module holds no transformers model"
-        self._words: dict[str, str] = {}
-        self._peak: float | None = None
-        self._ranks = 1
 
     def read_shapes(self, module: Any) -> None:
         """Find the formula, from a ``CausalLMModule`` that is not sharded yet."""

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lit_fsdp.callbacks import throughput
-from lit_fsdp.callbacks.throughput import FlopMeter, Throughput
+from lit_fsdp.callbacks.throughput import Throughput
 from lit_fsdp.config.strategy import ActivationConfig
 from lit_fsdp.metrics.flops import flop_formula
 from lit_fsdp.parallel.activation import prepare_blocks
@@ -88,8 +88,8 @@ class Module(nn.Module):
         return self
 
 
-def meter(module: Any, device: str, name: str, precision: str = "bf16-mixed") -> tuple[FlopMeter, str]:
-    made, strategy = FlopMeter(), SimpleNamespace(root_device=torch.device(device))
+def meter(module: Any, device: str, name: str, precision: str = "bf16-mixed") -> tuple[Throughput, str]:
+    made, strategy = Throughput(), SimpleNamespace(root_device=torch.device(device))
     made.read_shapes(module)
     trainer: Any = SimpleNamespace(strategy=strategy, world_size=2, precision=precision)
     with mock.patch.object(torch.cuda, "get_device_name", return_value=name):
