@@ -118,23 +118,28 @@ class PredictionWriter(Callback):
     What a ``predict_step`` gives otherwise than as rows with numbers is for a writer of its own, which is said.
     """
 
-    def on_predict_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def __init__(self) -> None:
+        self._rows: list[dict[str, Any]] = []
+        self._has_others = False
+
+    def on_predict_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *batch: Any) -> None:
+        """Keep this rank's rows."""
+        if isinstance(outputs, list) and all(isinstance(row, dict) and "row" in row for row in outputs):
+            self._rows.extend(outputs)
+        elif outputs is not None:
+            self._has_others = True
+
+    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write all rows, in their order, on rank 0."""
-        outputs: list[Any] = [output for output in trainer.predict_loop.predictions if output is not None]
-        rows = [output for output in outputs if _are_rows(output)]
-        every_rank = gathered(trainer, [row for output in rows for row in output])
-        if trainer.is_global_zero and any(every_rank):
+        parts, self._rows = gathered(trainer, self._rows), []
+        rows = sorted((row for part in parts for row in part), key=lambda row: row["row"])
+        if trainer.is_global_zero and rows:
             path = Path(trainer.default_root_dir) / "predictions.jsonl"
             path.parent.mkdir(parents=True, exist_ok=True)
-            ordered = sorted((row for own in every_rank for row in own), key=lambda row: row["row"])
-            path.write_text("".join(json.dumps(row) + "\n" for row in ordered))
-        if trainer.is_global_zero and len(rows) < len(outputs):
+            path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        if trainer.is_global_zero and self._has_others:
             text = "%s.predict_step gives no rows with numbers, so they are not in predictions.jsonl, but for a "
             _log.warning(text + "BasePredictionWriter in trainer.callbacks", type(pl_module).__name__)
-
-
-def _are_rows(output: Any) -> bool:
-    return isinstance(output, list) and all(isinstance(row, dict) and "row" in row for row in output)
 
 
 def gathered(trainer: Trainer, own: Any) -> list[Any]:
