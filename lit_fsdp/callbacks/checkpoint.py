@@ -225,11 +225,8 @@ class Checkpoint(ModelCheckpoint):
         strategy: Any = trainer.strategy
         root, step = Path(trainer.default_root_dir), trainer.global_step
         found = run_folder.checkpoints(root)
-        if found and step == 0:
-            raise CheckpointError(
-                f"{root} already holds {len(found)} checkpoint(s), the newest of step {found[-1].step}\n"
-                "  fix:     resume it with --ckpt_path last, or name another trainer.default_root_dir"
-            )
+        if step == 0:
+            run_folder.refuse_used(root, found)
         if not trainer.fast_dev_run:  # type: ignore[attr-defined]
             moved = run_folder.move_newer_aside(root, step, strategy.damaged_checkpoints)
             for old, new in moved.items():

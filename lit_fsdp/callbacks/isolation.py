@@ -16,6 +16,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from lit_fsdp.callbacks.records import gathered, write_json
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.models.packing import measure_isolation
+from lit_fsdp.models.preference import evaluating
 from lit_fsdp.parallel.base import EngineStrategy
 
 _log = logging.getLogger(__name__)
@@ -125,15 +126,9 @@ def run_aside(strategy: Any, module: Any, method: str, *args: Any) -> Any:
 def untouched(strategy: Any, module: torch.nn.Module) -> Iterator[None]:
     """Eval mode inside; afterwards random generators, modes and the counts of ``dtypes.json`` are as before."""
     counted = {what: dict(found) for what, found in strategy.contract.realized.items()}
-    modes = {child: child.training for child in module.modules()}
-    module.eval()
-    try:
-        with isolate_rng(include_cuda=strategy.root_device.type == "cuda"):
-            yield
-    finally:
-        for child, training in modes.items():
-            child.training = training
-        strategy.contract.realized = counted
+    with evaluating(module), isolate_rng(include_cuda=strategy.root_device.type == "cuda"):
+        yield
+    strategy.contract.realized = counted
 
 
 def _shares_rounding(module: Any, strategy: Any) -> bool:

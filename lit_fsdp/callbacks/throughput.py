@@ -44,8 +44,13 @@ class Throughput(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Read the shapes of the model before they are sharded."""
-        if stage == "fit" and hasattr(pl_module, "step_totals"):  # what others call build() is not for us to call
-            self.read_shapes(pl_module)
+        module: Any = pl_module
+        if stage != "fit" or not hasattr(module, "step_totals"):  # what others call build() is not for us to call
+            return
+        try:
+            self._formula = flop_formula(module.build().model)
+        except Exception as error:  # a statistic ends no run, whatever an architecture has in its config
+            self._reason = " ".join(str(error).split()).partition(". ")[0][:200] or type(error).__name__
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start counting."""
@@ -62,13 +67,11 @@ class Throughput(Callback):
             self._mark = now
         self._waited += now - self._mark
 
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Pause."""
+    def on_validation_start(self, *hook: Any) -> None:
+        """Pause, for a save too."""
         self._mark = None
 
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Pause."""
-        self._mark = None
+    on_save_checkpoint = on_validation_start
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *batch: Any) -> None:
         """Count this batch; after an optimizer step log every ``log_every_n_steps``."""
@@ -105,13 +108,6 @@ class Throughput(Callback):
 
     def _begin_again(self) -> None:
         self._sum, self._seconds, self._waited, self._steps = None, 0.0, 0.0, 0
-
-    def read_shapes(self, module: Any) -> None:
-        """Find the formula, from a ``CausalLMModule`` that is not sharded yet."""
-        try:
-            self._formula = flop_formula(module.build().model)
-        except Exception as error:  # a statistic ends no run, whatever an architecture has in its config
-            self._reason = " ".join(str(error).split()).partition(". ")[0][:200] or type(error).__name__
 
     def read_device(self, trainer: Trainer, pl_module: LightningModule) -> str:
         """Find the device's peak and what the live blocks recompute; returns what cannot be known, or nothing."""

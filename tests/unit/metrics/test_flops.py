@@ -106,8 +106,9 @@ def test_what_cannot_be_counted_is_said_and_ends_no_run() -> None:
         flop_formula(model)
     # the width of a head of Gemma 4 differs by layer, and its config refuses to name one
     module, meter = CausalLMModule(name={"model_type": "gemma4_text"}), Throughput()
-    meter.read_shapes(module)
-    line = meter.read_device(Trainer(accelerator="cpu", logger=False, enable_checkpointing=False), module)
+    trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    meter.setup(trainer, module, "fit")
+    line = meter.read_device(trainer, module)
     assert line.startswith("MFU –: FLOPs are not counted: 'head_dim' is a per-layer attribute")
     assert meter.rates({}, 1.0) == {}
 
