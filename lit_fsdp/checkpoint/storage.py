@@ -1,7 +1,8 @@
 """One checkpoint: every rank streams its part into a hidden folder, which rank 0 describes and gives its name.
 
 What fails on any rank before that is an error on all, and the folder goes. Nothing is a checkpoint before it has its
-manifest, which is written last. Loading is by ``torch.distributed.checkpoint``, from any number of ranks to any other.
+manifest, which is written last. The files are those of ``torch.distributed.checkpoint.HuggingFaceStorageReader``, by
+which they are loaded, from any number of ranks to any other.
 """
 
 from __future__ import annotations
@@ -15,18 +16,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import HuggingFaceStorageReader
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 from torch.distributed.tensor import DTensor
 
 from lit_fsdp.checkpoint import files
@@ -130,32 +122,6 @@ def _commit(snapshot: Snapshot, draft: Path, parts: Sequence[Part], began: float
     read_manifest(draft)  # what nobody could read is not published
     files.publish(draft, snapshot.folder)
     tell_job("saved")
-
-
-class Reader(HuggingFaceStorageReader):
-    """Reads slices of safetensors files; where they lie is known from the manifest, so nothing is unpickled."""
-
-    def __init__(self, manifest: Manifest) -> None:
-        super().__init__(str(manifest.folder))
-        self._metadata = _described(manifest)
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The description that was made from the manifest."""
-        return self._metadata
-
-
-def _described(manifest: Manifest) -> Metadata:
-    """DCP's description of the tensors, whose files are there and have their sizes."""
-    files = {chunk.file for chunks in manifest.chunks.values() for chunk in chunks}
-    places = {name: SimpleNamespace(relative_path=str(manifest.file(name))) for name in files}  # all that is read
-    tensors: dict[str, Any] = {}
-    storage: dict[MetadataIndex, Any] = {}
-    for name, spec in manifest.tensors.items():
-        parts = [ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in manifest.chunks[name]]
-        properties = TensorProperties(dtype=getattr(torch, spec.dtype))
-        tensors[name] = TensorStorageMetadata(properties, torch.Size(spec.shape), parts)
-        storage.update({MetadataIndex(name, c.offsets): places[c.file] for c in manifest.chunks[name]})
-    return Metadata(tensors, storage_data=storage)
 
 
 Named = Iterator[tuple[str, torch.Tensor]]

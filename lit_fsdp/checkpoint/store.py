@@ -28,16 +28,7 @@ from lit_fsdp.checkpoint import state as state_json
 from lit_fsdp.checkpoint.manifest import Layout, Manifest, read_manifest
 from lit_fsdp.checkpoint.ranks import Ranks
 from lit_fsdp.checkpoint.safetensors_file import read_tensor, spec_of
-from lit_fsdp.checkpoint.storage import (
-    STATE,
-    Named,
-    Reader,
-    Snapshot,
-    gather_whole,
-    make_room,
-    parts_of,
-    write,
-)
+from lit_fsdp.checkpoint.storage import FOLDER, STATE, Named, Snapshot, gather_whole, make_room, parts_of, write
 from lit_fsdp.checkpoint.verify import describe, verify
 from lit_fsdp.errors import CheckpointError
 
@@ -176,18 +167,22 @@ def load_tensors(folder: Path, into: Mapping[str, torch.Tensor], skip: Collectio
     """
     ranks, folder = Ranks(), Path(folder)
 
-    def prepare() -> Reader:
+    def prepare() -> Path:
         manifest = read_manifest(folder)
         _check_targets(manifest, into, set(skip))
-        return Reader(manifest)
+        place = folder / FOLDER if manifest.layout == "sharded" else folder
+        known = {manifest.file(chunk.file) for chunks in manifest.chunks.values() for chunk in chunks}
+        if other := set(place.glob("*.safetensors")) - known:
+            raise CheckpointError(f"{min(other)}: not in the manifest of this checkpoint; remove it")
+        return place
 
     what = f"reading {folder}"
-    reader = ranks.own(what, prepare)
+    place = ranks.own(what, prepare)
     local = {name: tensor.to_local() if isinstance(tensor, DTensor) else tensor for name, tensor in into.items()}
     here = {name: tensor for name, tensor in into.items() if local[name].numel()}
 
     def fill() -> None:
-        planner = DefaultLoadPlanner(flatten_state_dict=False)
+        reader, planner = dcp.HuggingFaceStorageReader(str(place)), DefaultLoadPlanner(flatten_state_dict=False)
         try:
             dcp.load(here, storage_reader=reader, planner=planner, no_dist=True)  # each rank knows what it needs
         except CheckpointException as error:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.distributed import checkpoint as dcp
 
 from lit_fsdp.checkpoint import store
@@ -56,6 +56,14 @@ def test_names_shapes_and_dtypes_must_fit(save):
         "  model/model.weight: float32[5, 3] in the checkpoint, float32[3, 5] here",
     ]
     assert torch.equal(into["model/model.transposed"], torch.ones(4, 3, dtype=torch.bfloat16))
+
+
+def test_tensors_that_no_manifest_lists_are_refused(save):
+    """torch's reader would take every file that lies beside the others."""
+    folder = save()
+    save_file({"model/model.number": torch.tensor(1.0)}, folder / "tensors" / "rank-00001.safetensors")
+    with pytest.raises(CheckpointError, match=r"rank-00001\.safetensors: not in the manifest"):
+        store.load_tensors(folder, blanks())
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
