@@ -58,11 +58,6 @@ class Checkpoint(ModelCheckpoint):
         self.resumes: bool | None = None
         """Whether this rank has found a checkpoint to go on from, if anybody asked for the last one."""
 
-    @property
-    def state_key(self) -> str:
-        """One entry per run, whatever the options."""
-        return "lit_fsdp.Checkpoint"
-
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Fix the folder, keep other jobs out of it, and make what saves in the background, if anything is to."""
         strategy: Any = trainer.strategy
@@ -91,7 +86,8 @@ class Checkpoint(ModelCheckpoint):
             model = trainer.strategy.lightning_module_state_dict()  # collective under FSDP1
             params = [(clean_name(name), param) for name, param in pl_module.named_parameters()]
             self._checkpoint_bytes = disk_space.checkpoint_bytes(model, params, trainer.optimizers)
-            steps = _last_step(trainer)
+            estimate = trainer.estimated_stepping_batches
+            steps = int(estimate) if 0 < estimate < math.inf else None
             if steps is None or trainer.global_step < steps:
                 count = disk_space.peak_count(self.config, steps, trainer.enable_validation)
                 line, how = self._check_room(trainer, count), "background" if self._background else "foreground"
@@ -127,22 +123,15 @@ class Checkpoint(ModelCheckpoint):
         top = run_folder.ranked(found, self.config.monitor, self.config.mode)
         self.best_model_path = str(top[0].path) if top else ""
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Let the save that is being written end, no more: after an exception the ranks may not agree on a step."""
-        try:
-            self.finish()
-        except CheckpointError as error:
-            _log.error("the checkpoint that was being written is not complete: %s", error)
-
-    def save(self, trainer: Trainer, on_signal: bool = False) -> Path:
-        """Save the current step on all ranks, once; returns its folder, which may be written for a while yet.
+    def save(self, trainer: Trainer, on_signal: bool = False) -> None:
+        """Save the current step on all ranks, once; in the background it may be written for a while yet.
 
         With ``on_signal`` nothing else is the reason, and the next of these replaces it. A CheckpointError comes on
         every rank: this save could not begin, or the one before it has failed.
         """
         folder = run_folder.step_folder(trainer.default_root_dir, trainer.global_step)
         if trainer.fast_dev_run or self._saved_step == trainer.global_step:  # type: ignore[attr-defined]
-            return folder
+            return
         self.finish()
         self._check_room(trainer)
         strategy: Any = trainer.strategy
@@ -153,7 +142,6 @@ class Checkpoint(ModelCheckpoint):
         if self._background is None:
             self.finish()
         self._tidy(trainer, {})
-        return folder
 
     def finish(self) -> None:
         """Wait until the last save stands; a CheckpointError on every rank if it has failed on any."""
@@ -182,8 +170,9 @@ class Checkpoint(ModelCheckpoint):
 
     def _is_due(self, trainer: Trainer) -> bool:
         """Whether this step is saved in any case."""
-        every = self.config.every_steps
-        return bool(every and trainer.global_step % every == 0) or _is_last_step(trainer)
+        every, step, loop = self.config.every_steps, trainer.global_step, trainer.fit_loop
+        is_end = loop.epoch_loop.batch_progress.is_last_batch and trainer.current_epoch + 1 == loop.max_epochs
+        return is_end or bool(every and step % every == 0) or 0 < trainer.max_steps <= step
 
     def _is_better(self, value: float | None) -> bool:
         """Whether a monitored value beats all before."""
@@ -242,19 +231,6 @@ class Checkpoint(ModelCheckpoint):
             return disk_space.check_room(self.config, root, run_folder.checkpoints(root), self._checkpoint_bytes, count)
 
         return Ranks().first("looking for disk space", check)
-
-
-def _is_last_step(trainer: Trainer) -> bool:
-    if trainer.max_steps > 0 and trainer.global_step >= trainer.max_steps:
-        return True
-    loop = trainer.fit_loop
-    return loop.epoch_loop.batch_progress.is_last_batch and trainer.current_epoch + 1 == (loop.max_epochs or -1)
-
-
-def _last_step(trainer: Trainer) -> int | None:
-    """Optimizer steps at the end of the run, if that is known."""
-    steps = trainer.estimated_stepping_batches
-    return int(steps) if 0 < steps < math.inf else None
 
 
 def _count_in_micro_batches_of(

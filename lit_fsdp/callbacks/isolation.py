@@ -37,8 +37,7 @@ class IsolationProof(Callback):
     proves_isolation = True
     """For the data module, which warns where packed rows are trained on without a proof."""
 
-    def __init__(self) -> None:
-        self._is_done = False
+    _is_done = False
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -58,9 +57,8 @@ class IsolationProof(Callback):
             raise _refusal(module, "the batch has a 2-D attention_mask, with which transformers takes a pack for one")
         record = self.prove(trainer, batch)
         if trainer.is_global_zero:
-            verb = trainer.state.fn.value if trainer.state.fn else "fit"
-            name = "isolation.json" if verb == "fit" else f"{verb}-isolation.json"
-            write_json(Path(trainer.default_root_dir) / name, record)
+            if trainer.state.fn == "fit":
+                write_json(Path(trainer.default_root_dir) / "isolation.json", record)
             text = "isolation proved for {model_type}, {attn_implementation}, {compute_dtype}: with other neighbors a "
             text += "packed sample changes by {largest_change:.1e} of its size (allowed: {tolerance:g})"
             print(text.format(**record), file=sys.stderr)
@@ -82,8 +80,10 @@ class IsolationProof(Callback):
         with untouched(strategy, module):
             found = gathered(trainer, measure_isolation(states, batch["input_ids"]))
         change, moved = max(one.change for one in found), max(one.moved for one in found)
-        compute = strategy.config.precision_config.row.compute
-        tolerance = _ROUNDING[compute] if _shares_rounding(module, strategy) else 0.0
+        precision, config = strategy.config.precision_config, module.source.hf_config.get_text_config().to_dict()
+        experts = [value for name, value in config.items() if "experts" in name and isinstance(value, int)]
+        compute, shares_rounding = precision.row.compute, precision.mode == "fp8" or max(experts, default=0) > 1
+        tolerance = _ROUNDING[compute] if shares_rounding else 0.0
         if change > tolerance:
             by = f"{change:.1e} of its size (allowed: {tolerance:g})"
             raise _refusal(module, f"with other tokens in the other samples one changes by {by}")
@@ -129,10 +129,3 @@ def untouched(strategy: Any, module: torch.nn.Module) -> Iterator[None]:
     with evaluating(module), isolate_rng(include_cuda=strategy.root_device.type == "cuda"):
         yield
     strategy.contract.realized = counted
-
-
-def _shares_rounding(module: Any, strategy: Any) -> bool:
-    """Whether the rounding of one token depends on others."""
-    config = module.source.hf_config.get_text_config().to_dict()
-    experts = [value for name, value in config.items() if "experts" in name and isinstance(value, int)]
-    return strategy.config.precision_config.mode == "fp8" or max(experts, default=0) > 1

@@ -41,9 +41,7 @@ class RunRecord(Callback):
     ``grad_norm``, the 2-norm of all gradients of a step before clipping, is logged.
     """
 
-    def __init__(self) -> None:
-        self._before_bytes = 0
-        self._dtypes_written = False
+    _dtypes_written = False
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Note the memory before the model is built."""

@@ -30,12 +30,10 @@ class Throughput(Callback):
     checkpointing computes again; all devices are taken to be of one kind, and what cannot be known is not logged.
     """
 
+    _sum: torch.Tensor | None
+    _mark: float | None = None  # the clock stands
+
     def __init__(self) -> None:
-        self._sum: torch.Tensor | None = None
-        self._seconds = self._waited = 0.0
-        self._mark: float | None = None  # the clock stands
-        self._steps = self._seen_step = 0
-        self._is_warm = False
         self._formula: ModelFlops | None = None
         self._reason = "the module holds no transformers model"
         self._words: dict[str, str] = {}
@@ -71,7 +69,7 @@ class Throughput(Callback):
         """Pause, for a save too."""
         self._mark = None
 
-    on_save_checkpoint = on_validation_start
+    on_save_checkpoint = on_validation_start  # type: ignore[assignment]  # whose names the arguments have
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *batch: Any) -> None:
         """Count this batch; after an optimizer step log every ``log_every_n_steps``."""
