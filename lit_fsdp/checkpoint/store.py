@@ -171,8 +171,8 @@ def load_tensors(folder: Path, into: Mapping[str, torch.Tensor], skip: Collectio
         manifest = read_manifest(folder)
         _check_targets(manifest, into, set(skip))
         place = folder / FOLDER if manifest.layout == "sharded" else folder
-        known = {manifest.file(chunk.file) for chunks in manifest.chunks.values() for chunk in chunks}
-        if other := set(place.glob("*.safetensors")) - known:
+        names = {chunk.file for chunks in manifest.chunks.values() for chunk in chunks}
+        if other := set(place.glob("*.safetensors")) - set(map(manifest.file, names)):
             raise CheckpointError(f"{min(other)}: not in the manifest of this checkpoint; remove it")
         return place
 
