@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import logging
 import sys
 from collections.abc import Iterator, Mapping
@@ -10,11 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.seed import isolate_rng
 
+import lit_fsdp
 from lit_fsdp.callbacks.records import gathered, write_json
-from lit_fsdp.errors import ConfigError
+from lit_fsdp.checkpoint.ranks import Ranks
+from lit_fsdp.errors import CheckpointError, ConfigError
+from lit_fsdp.host import cache_root
 from lit_fsdp.models.packing import measure_isolation
 from lit_fsdp.models.preference import evaluating
 from lit_fsdp.parallel.base import EngineStrategy
@@ -32,6 +38,7 @@ class IsolationProof(Callback):
     It uses the live model under its strategy, sharded and in its dtype (not compiled: that would compile twice), on all
     ranks together, in eval mode and without gradients: four forward passes of 64 tokens. The last hidden states of a
     sample must stay bit-equal whatever its neighbors hold. Afterwards random generators and modes are what they were.
+    What was proved is remembered in the cache folder by model configuration, attention, dtype, device and versions.
     """
 
     proves_isolation = True
@@ -55,10 +62,21 @@ class IsolationProof(Callback):
             return
         if batch.get("attention_mask") is not None:
             raise _refusal(module, "the batch has a 2-D attention_mask, with which transformers takes a pack for one")
-        record = self.prove(trainer, batch)
+        path, is_fixed = _remembered_at(trainer.strategy, module), not module.config.trust_remote_code
+
+        def read() -> Any:
+            with contextlib.suppress(OSError, ValueError):  # it is proved again
+                return json.loads(path.read_bytes()) if is_fixed else None
+
+        remembered = Ranks().first("looking for an earlier proof", read)
+        record = remembered or self.prove(trainer, batch)
         if trainer.is_global_zero:
-            if trainer.state.fn == "fit":
-                write_json(Path(trainer.default_root_dir) / "isolation.json", record)
+            if is_fixed and not remembered:
+                with contextlib.suppress(CheckpointError):  # a cache that cannot be written costs the next run a second
+                    write_json(path, record)
+            verb = trainer.state.fn.value if trainer.state.fn else "fit"
+            name = "isolation.json" if verb == "fit" else f"{verb}-isolation.json"
+            write_json(Path(trainer.default_root_dir) / name, record)
             text = "isolation proved for {model_type}, {attn_implementation}, {compute_dtype}: with other neighbors a "
             text += "packed sample changes by {largest_change:.1e} of its size (allowed: {tolerance:g})"
             print(text.format(**record), file=sys.stderr)
@@ -111,6 +129,18 @@ def _refusal(module: Any, reason: str) -> ConfigError:
         "a model and an attention under which no sample of a pack depends on another",
         "set data.packing: false, or try another model.attn_implementation",
     )
+
+
+def _remembered_at(strategy: Any, module: Any) -> Path:
+    device = strategy.root_device
+    parts = [
+        module.source.hf_config.to_json_string(use_diff=False),
+        module.attn_implementation,
+        strategy.config.precision_config.mode,
+        torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        *(torch.__version__, transformers.__version__, lit_fsdp.__version__),
+    ]
+    return cache_root() / "isolation" / f"{hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]}.json"
 
 
 def run_aside(strategy: Any, module: Any, method: str, *args: Any) -> Any:
