@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lightning.fabric.utilities.apply_func import convert_tensors_to_scalars
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
@@ -93,6 +94,14 @@ class RunCSVLogger(Logger, Callback):
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Note where the run goes on."""
         self._loaded_step = checkpoint["global_step"]
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Write the row of this step now: Lightning logs after the callbacks, and a kill in between would lose it."""
+        connector = trainer._logger_connector
+        is_step = trainer.training and connector._first_loop_iter is not None
+        if is_step and connector.should_update_logs and not trainer.fit_loop._should_accumulate():
+            metrics = {**convert_tensors_to_scalars(connector.metrics["log"]), "epoch": trainer.current_epoch}
+            self.log_metrics(metrics, trainer.fit_loop.epoch_loop._batches_that_stepped)
 
     @rank_zero_only
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -99,6 +99,19 @@ class Manifest:
         return _sealed(document)
 
 
+def checked_extra(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """A caller's additions to a manifest, ready for it: ``global_step``, perhaps ``metrics``, and free JSON keys."""
+    try:
+        metrics = {name: float(value) for name, value in (extra.get("metrics") or {}).items()}
+        plain = json.loads(json.dumps({**extra, "metrics": {}}, allow_nan=False))
+        _count(plain.get("global_step"))
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise CheckpointError(
+            f"manifest: global_step, numbers as metrics and plain JSON are needed: {error}"
+        ) from error
+    return {**plain, "metrics": metrics}
+
+
 def read_manifest(folder: Path | str) -> Manifest:
     """The checked manifest of the checkpoint at ``folder``.
 

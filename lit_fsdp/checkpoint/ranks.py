@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -38,20 +38,16 @@ class Ranks:
             mine = step()
         except BaseException as error:  # also Ctrl-C: the others must not wait for this rank
             own = error
-        everyone: list[Any] = [(None if own is None else _reason(own), mine)]
+        everyone: list[Any] = [(None if own is None else reason(own), mine)]
         if self._together:
             everyone *= self.size
             try:
                 dist.all_gather_object(everyone, everyone[0], group=self.group)
             except RuntimeError as error:
-                text = str(error).partition(". ")[0]  # gloo adds advice for its own developers
-                lost = f"{what}: rank {self.rank} lost contact with another rank: {text}"
-                raise CheckpointError(lost) from error
-        failed = [f"  rank {rank}: {text}" for rank, (text, _) in enumerate(everyone) if text is not None]
-        if own is not None and (not isinstance(own, Exception) or (self.size == 1 and type(own) is CheckpointError)):
-            raise own  # an interrupt stays what it is
+                raise self.lost(what, error) from error
+        failed = {rank: text for rank, (text, _) in enumerate(everyone) if text is not None}
         if failed:
-            raise CheckpointError("\n".join([f"{what} failed:", *failed])) from own
+            raise self.error(what, failed, own) from own
         return [value for _, value in everyone]
 
     def own(self, what: str, step: Callable[[], T]) -> T:
@@ -74,7 +70,18 @@ class Ranks:
             raise found
         return found  # type: ignore[return-value]
 
+    def error(self, what: str, failed: Mapping[int, str], own: BaseException | None) -> BaseException:
+        """What to raise here when some ranks have failed, with a line of each; an interrupt stays what it is."""
+        if own is not None and (not isinstance(own, Exception) or (self.size == 1 and type(own) is CheckpointError)):
+            return own
+        return CheckpointError(f"{what} failed:\n" + "\n".join(f"  rank {r}: {failed[r]}" for r in sorted(failed)))
 
-def _reason(failure: BaseException) -> str:
+    def lost(self, what: str, error: RuntimeError) -> CheckpointError:
+        """The error of a collective that another rank did not finish."""
+        text = str(error).partition(". ")[0]  # gloo adds advice for its own developers
+        return CheckpointError(f"{what}: rank {self.rank} lost contact with another rank: {text}")
+
+
+def reason(failure: BaseException) -> str:
     """One line for an exception: its text, with its type unless it is one of ours."""
     return str(failure) if isinstance(failure, CheckpointError) else f"{type(failure).__name__}: {failure}"

@@ -10,13 +10,17 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import _TYPES
 
 from lit_fsdp.checkpoint.files import HashedFile
 from lit_fsdp.checkpoint.manifest import Manifest, TensorSpec
 from lit_fsdp.errors import CheckpointError
 
-_CODES = {str(dtype).removeprefix("torch."): code for code, dtype in _TYPES.items()}
+_CODES = {
+    "bool": "BOOL", "uint8": "U8", "uint16": "U16", "uint32": "U32", "uint64": "U64",
+    "int8": "I8", "int16": "I16", "int32": "I32", "int64": "I64",
+    "float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64", "complex64": "C64",
+    "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
+}  # fmt: skip
 _HEADER_ALIGNMENT = 8
 _WRITTEN_AT_ONCE = 1 << 20  # elements: hashed and copied while they are in the processor's cache
 

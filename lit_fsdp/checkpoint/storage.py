@@ -1,30 +1,50 @@
-"""One checkpoint: every rank streams its part into a hidden folder, which rank 0 describes and gives its name.
+"""One checkpoint through ``torch.distributed.checkpoint``: planned together, written by every rank, committed by one.
 
-What fails on any rank before that is an error on all, and the folder goes. Nothing is a checkpoint before it has its
-manifest, which is written last. The files are those of ``torch.distributed.checkpoint.HuggingFaceStorageReader``, by
-which they are loaded, from any number of ranks to any other.
+DCP gathers the errors of all ranks after each phase, and calls ``finish`` on rank 0 only when every rank has written
+its part. So the manifest, which makes a folder a checkpoint, is written there, and then the folder gets its name.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime
 import importlib.metadata
 import json
 import platform
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import torch
+from safetensors import SafetensorError
+from torch.distributed.checkpoint import DefaultSavePlanner, HuggingFaceStorageReader, StorageWriter
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
+from torch.futures import Future
 
 from lit_fsdp.checkpoint import files
 from lit_fsdp.checkpoint.files import MANIFEST, FileEntry
-from lit_fsdp.checkpoint.manifest import Chunk, Layout, Manifest, TensorSpec, read_manifest
-from lit_fsdp.checkpoint.ranks import Ranks
+from lit_fsdp.checkpoint.manifest import Chunk, Layout, Manifest, TensorSpec
 from lit_fsdp.checkpoint.safetensors_file import TensorFile, file_order
 from lit_fsdp.errors import CheckpointError
 from lit_fsdp.host import tell_job
@@ -44,9 +64,9 @@ class Snapshot:
     specs: Mapping[str, TensorSpec]
     """Whole shape and dtype of every tensor."""
     tensors: Mapping[str, torch.Tensor]
-    """Of the sharded layout what this rank writes, of the full one whole tensors or DTensors."""
-    chunks: Mapping[str, Chunk]
-    """Which part of which tensor this rank writes."""
+    """Of the sharded layout what this rank holds, of the full one whole tensors or DTensors."""
+    chunks: Mapping[str, ChunkStorageMetadata]
+    """Which part of the whole this rank may write of each tensor."""
     rank_state: Any
     in_background: bool = False
     """Whether training goes on beside."""
@@ -57,71 +77,156 @@ class Snapshot:
     files: Mapping[str, bytes] = field(default_factory=dict)
 
 
-def write(snapshot: Snapshot, ranks: Ranks) -> None:
-    """Write one checkpoint, in place of an older one of its name, or raise on every rank and leave that; collective."""
-    began, what, folder = time.monotonic(), f"writing {snapshot.folder}", snapshot.folder
-    begun = ranks.run(what, lambda: (files.stage(folder) if ranks.is_first else folder, snapshot.rank_state))
-    draft, rank_states = begun[0][0], [state for _, state in begun]
-    try:
-        parts = ranks.run(what, lambda: _write_part(snapshot, draft, rank_states, ranks))
-        ranks.run(what, lambda: _commit(snapshot, draft, parts, began) if ranks.is_first else None)
-    except BaseException:
-        if ranks.is_first:
-            files.discard(draft)
-        raise
+class Planner(DefaultSavePlanner):
+    """Plans what this rank may write; of what several ranks hold alike, DCP lets one write each part."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        super().__init__(flatten_state_dict=False)
+        self._snapshot = snapshot
+
+    def create_local_plan(self) -> SavePlan:
+        """One item per part."""
+        items = []
+        for name, chunk in self._snapshot.chunks.items():
+            spec = self._snapshot.specs[name]
+            data = TensorWriteData(chunk, _properties(spec), torch.Size(spec.shape))
+            items.append(WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=data))
+        self.plan = SavePlan(items)
+        return self.plan
 
 
-Part = tuple[dict[str, FileEntry], Mapping[str, Chunk]]
+class Writer(StorageWriter):
+    """Streams this rank's part to a hidden folder; on rank 0 it begins and commits the whole."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        self._snapshot = snapshot
+        self._draft: Path | None = None
+        self._began = time.monotonic()
+        self._rank_states: list[Any] = []
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        """Nothing: a writer serves one save."""
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Nothing: the plan tells the rank."""
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Send this rank's state along: rank 0 writes that of all into one file."""
+        return dataclasses.replace(plan, storage_data=self._snapshot.rank_state)
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Make the hidden folder, on rank 0, and tell every rank its name."""
+        self._rank_states = [plan.storage_data for plan in plans]
+        self._draft = files.stage(self._snapshot.folder)
+        return [dataclasses.replace(p, storage_data=(rank, self._draft.name)) for rank, p in enumerate(plans)]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write and sync this rank's files."""
+        rank, name = plan.storage_data
+        draft = self._snapshot.folder.with_name(name)
+        if not draft.is_dir() and (rank == 0 or self._snapshot.layout == "sharded"):
+            raise CheckpointError(f"{draft} is not visible here; put the run folder on a file system all nodes share")
+        found = self._write_tensors(draft, rank, plan)
+        if rank == 0:
+            state = json.dumps({"state": self._snapshot.state, "ranks": self._rank_states}, allow_nan=False)
+            for name, content in {STATE: state.encode(), **self._snapshot.files}.items():
+                found.append(_result(name, files.write_bytes(draft / name, content), {}))
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(found)
+        return future
+
+    def _write_tensors(self, draft: Path, rank: int, plan: SavePlan) -> list[WriteResult]:
+        snapshot, found = self._snapshot, list[WriteResult]()
+        name = FULL_FILE if snapshot.layout == "full" else f"{FOLDER}/rank-{rank:05d}.safetensors"
+        chunks = {}
+        for item in plan.items:
+            part = cast(TensorWriteData, item.tensor_data).chunk
+            chunks[item.index.fqn] = Chunk(name, tuple(part.offsets), tuple(part.sizes))
+        specs = {key: TensorSpec(snapshot.specs[key].dtype, chunk.sizes) for key, chunk in chunks.items()}
+
+        def write(tensors: Named) -> None:
+            # what torch's own HuggingFaceStorageReader looks for
+            sharding = json.dumps({key: {"saved_offsets": chunk.offsets} for key, chunk in chunks.items()})
+            metadata = {"format": "pt", "DCP_SHARDING_INFO": sharding}
+            with TensorFile(draft / name, specs, metadata, at_once=not snapshot.in_background) as file:
+                for key, tensor in tensors:
+                    file.append(key, tensor)
+            found.append(_result(name, file.entry, chunks))
+
+        if snapshot.layout == "full":
+            gather_whole(snapshot.tensors, snapshot.specs, write if specs else None)
+        elif specs:
+            write((key, snapshot.tensors[key]) for key in file_order(specs))
+        return found
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write the manifest and make the folder visible, on rank 0 after all ranks have written."""
+        assert self._draft is not None
+        snapshot, extra = self._snapshot, dict(self._snapshot.extra)
+        written: dict[str, FileEntry] = {}
+        chunks: dict[str, list[Chunk]] = {name: [] for name in snapshot.specs}
+        for result in (result for of_rank in results for result in of_rank):
+            written[result.index.fqn], parts = result.storage_data
+            for tensor, chunk in parts.items():
+                chunks[tensor].append(chunk)
+        manifest = Manifest(
+            folder=snapshot.folder,
+            layout=snapshot.layout,
+            global_step=extra.pop("global_step"),
+            metrics=extra.pop("metrics"),
+            world_size=len(results),
+            created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            versions=versions(),
+            tensors=snapshot.specs,
+            chunks={name: tuple(found) for name, found in chunks.items()},
+            files=dict(sorted(written.items())),
+            extra={**extra, "save_seconds": round(time.monotonic() - self._began, 3)},  # all ranks' files are synced
+        )
+        files.write_bytes(self._draft / MANIFEST, manifest.dumps())
+        files.publish(self._draft, snapshot.folder)
+        tell_job("saved")
+
+    def discard(self) -> None:
+        """Remove what an unfinished save has written; on rank 0."""
+        if self._draft is not None:
+            files.discard(self._draft)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        """A folder is given to the constructor."""
+        return False
 
 
-def _write_part(snapshot: Snapshot, draft: Path, rank_states: Sequence[Any], ranks: Ranks) -> Part:
-    """Write and sync this rank's files."""
-    chunks, found = snapshot.chunks, dict[str, FileEntry]()
-    if not draft.is_dir() and (ranks.is_first or snapshot.layout == "sharded"):
-        raise CheckpointError(f"{draft} is not visible here; put the run folder on a file system all nodes share")
-    specs = {name: TensorSpec(snapshot.specs[name].dtype, chunk.sizes) for name, chunk in chunks.items()}
+class Reader(HuggingFaceStorageReader):
+    """Reads slices of safetensors files; where they lie is known from the manifest, so nothing is unpickled."""
 
-    def write_tensors(tensors: Named) -> None:
-        file_name = _file_name(snapshot.layout, ranks)
-        # what torch's own HuggingFaceStorageReader looks for
-        sharding = json.dumps({name: {"saved_offsets": chunk.offsets} for name, chunk in chunks.items()})
-        metadata = {"format": "pt", "DCP_SHARDING_INFO": sharding}
-        with TensorFile(draft / file_name, specs, metadata, at_once=not snapshot.in_background) as file:
-            for name, tensor in tensors:
-                file.append(name, tensor)
-        found[file_name] = file.entry
+    def __init__(self, manifest: Manifest) -> None:
+        super().__init__(str(manifest.folder))
+        self._metadata = _described(manifest)
 
-    if snapshot.layout == "full":
-        gather_whole(snapshot.tensors, snapshot.specs, write_tensors if specs else None)
-    elif specs:
-        write_tensors((name, snapshot.tensors[name]) for name in file_order(specs))
-    if ranks.is_first:
-        state = json.dumps({"state": snapshot.state, "ranks": rank_states}, allow_nan=False)
-        for name, content in {STATE: state.encode(), **snapshot.files}.items():
-            found[name] = files.write_bytes(draft / name, content)
-    return found, chunks
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The description that was made from the manifest."""
+        return self._metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read this rank's slices; a damaged header is a CheckpointError."""
+        try:
+            return super().read_data(plan, planner)
+        except SafetensorError as error:  # which cannot be pickled, as DCP does for the other ranks
+            raise CheckpointError(f"{self.path}: not a whole safetensors file ({error})") from None
 
 
-def _commit(snapshot: Snapshot, draft: Path, parts: Sequence[Part], began: float) -> None:
-    """Write the manifest and make the folder visible, on rank 0 after all ranks have written."""
-    extra = dict(snapshot.extra)
-    manifest = Manifest(
-        folder=snapshot.folder,
-        layout=snapshot.layout,
-        global_step=extra.pop("global_step"),
-        metrics={},
-        world_size=len(parts),
-        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        versions=versions(),
-        tensors=snapshot.specs,
-        chunks={name: tuple(own[name] for _, own in parts if name in own) for name in snapshot.specs},
-        files=dict(sorted(entry for found, _ in parts for entry in found.items())),
-        extra={**extra, "save_seconds": round(time.monotonic() - began, 3)},  # all ranks' files are synced
-    )
-    files.write_bytes(draft / MANIFEST, manifest.dumps())
-    read_manifest(draft)  # what nobody could read is not published
-    files.publish(draft, snapshot.folder)
-    tell_job("saved")
+def _described(manifest: Manifest) -> Metadata:
+    """DCP's description of the tensors, whose files are there and have their sizes."""
+    files = {chunk.file for chunks in manifest.chunks.values() for chunk in chunks}
+    places = {name: SimpleNamespace(relative_path=str(manifest.file(name))) for name in files}  # all that is read
+    tensors: dict[str, Any] = {}
+    storage: dict[MetadataIndex, Any] = {}
+    for name, spec in manifest.tensors.items():
+        parts = [ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in manifest.chunks[name]]
+        tensors[name] = TensorStorageMetadata(_properties(spec), torch.Size(spec.shape), parts)
+        storage.update({MetadataIndex(name, c.offsets): places[c.file] for c in manifest.chunks[name]})
+    return Metadata(tensors, storage_data=storage)
 
 
 Named = Iterator[tuple[str, torch.Tensor]]
@@ -153,33 +258,33 @@ def make_room(tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def parts_of(
-    tensors: Mapping[str, torch.Tensor], layout: Layout, ranks: Ranks
-) -> tuple[Mapping[str, torch.Tensor], dict[str, Chunk]]:
-    """What this rank brings of tensors and DTensors, and which part of each it writes; empty parts are left out.
-
-    What several ranks hold alike is written by one of them, in turn from the largest tensor on.
-    """
-    file = _file_name(layout, ranks)
+    tensors: Mapping[str, torch.Tensor], layout: Layout, is_first: bool
+) -> tuple[Mapping[str, torch.Tensor], dict[str, ChunkStorageMetadata]]:
+    """What this rank brings of tensors and DTensors, and which part of each it writes; empty parts are left out."""
+    chunks = {}
     if layout == "full":
-        return tensors, {n: Chunk(file, (0,) * t.dim(), tuple(t.shape)) for n, t in tensors.items() if ranks.is_first}
-    parts: dict[str, torch.Tensor] = {}
-    chunks: dict[str, Chunk] = {}
-    for turn, name in enumerate(sorted(tensors, key=lambda name: (-tensors[name].nbytes, name))):
-        tensor = tensors[name]
-        local, offsets = tensor, (0,) * tensor.dim()
-        is_mine = turn % ranks.size == ranks.rank
-        if isinstance(tensor, DTensor):
-            mesh = tensor.device_mesh
-            places = zip(tensor.placements, mesh.shape, mesh.get_coordinate() or (), strict=False)
-            is_mine = all(turn % size == place for placement, size, place in places if placement.is_replicate())
-            local, offsets = tensor.to_local(), tuple(tensor.__create_chunk_list__()[0].offsets)
-        if is_mine and (local.numel() or not tensor.numel()):
-            parts[name], chunks[name] = local.detach(), Chunk(file, offsets, tuple(local.shape))
+        if is_first:
+            chunks = {name: _whole(tensor) for name, tensor in tensors.items()}
+        return tensors, chunks
+    parts = {}
+    for name, tensor in tensors.items():
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if local.numel() or not tensor.numel():
+            parts[name] = local.detach()
+            chunks[name] = tensor.__create_chunk_list__()[0] if isinstance(tensor, DTensor) else _whole(tensor)
     return parts, chunks
 
 
-def _file_name(layout: Layout, ranks: Ranks) -> str:
-    return FULL_FILE if layout == "full" else f"{FOLDER}/rank-{ranks.rank:05d}.safetensors"
+def _whole(tensor: torch.Tensor) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size((0,) * tensor.dim()), tensor.shape)
+
+
+def _properties(spec: TensorSpec) -> TensorProperties:
+    return TensorProperties(dtype=getattr(torch, spec.dtype))
+
+
+def _result(name: str, entry: FileEntry, parts: Mapping[str, Chunk]) -> WriteResult:
+    return WriteResult(MetadataIndex(name), entry.num_bytes, (entry, parts))
 
 
 def versions() -> dict[str, str]:

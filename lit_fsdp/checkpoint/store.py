@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent import futures
 from dataclasses import replace
 from datetime import timedelta
@@ -25,10 +26,20 @@ from torch.distributed.tensor import DTensor
 
 from lit_fsdp.checkpoint import files as disk
 from lit_fsdp.checkpoint import state as state_json
-from lit_fsdp.checkpoint.manifest import Layout, Manifest, read_manifest
-from lit_fsdp.checkpoint.ranks import Ranks
+from lit_fsdp.checkpoint.manifest import Layout, Manifest, checked_extra, read_manifest
+from lit_fsdp.checkpoint.ranks import Ranks, reason
 from lit_fsdp.checkpoint.safetensors_file import read_tensor, spec_of
-from lit_fsdp.checkpoint.storage import FOLDER, STATE, Named, Snapshot, gather_whole, make_room, parts_of, write
+from lit_fsdp.checkpoint.storage import (
+    STATE,
+    Named,
+    Planner,
+    Reader,
+    Snapshot,
+    Writer,
+    gather_whole,
+    make_room,
+    parts_of,
+)
 from lit_fsdp.checkpoint.verify import describe, verify
 from lit_fsdp.errors import CheckpointError
 
@@ -55,7 +66,7 @@ def save_checkpoint(
         folder: Where it becomes visible, in place of an older one. The same on every rank, on a file system all share.
         tensors: Tensors (equal on all ranks) and DTensors by name; the same names on every rank.
         state: Non-tensor state of rank 0; see :func:`lit_fsdp.checkpoint.state.encode`.
-        manifest: ``global_step`` and free JSON keys; rank 0's.
+        manifest: ``global_step``, perhaps ``metrics``, and free JSON keys; rank 0's.
         layout: One file per rank (``sharded``) or one in all (``full``).
         files: Small files by path inside the checkpoint, content or a file to copy; rank 0's.
         rank_state: State of this rank alone, e.g. its random generators.
@@ -74,9 +85,9 @@ def save_checkpoint(
             make_room(tensors)
         own: dict[str, Any] = {"rank_state": state_json.encode(rank_state)}
         if ranks.is_first:
-            own |= {"state": state_json.encode(state), "extra": json.loads(json.dumps(manifest, allow_nan=False))}
+            own |= {"state": state_json.encode(state), "extra": checked_extra(manifest)}
             own["files"] = {name: _content(name, value) for name, value in (files or {}).items()}
-        parts, chunks = parts_of(tensors, layout, ranks)
+        parts, chunks = parts_of(tensors, layout, ranks.is_first)
         return Snapshot(folder=folder, layout=layout, specs=specs, tensors=parts, chunks=chunks, **own)
 
     what = f"checking what to save at {folder}"
@@ -85,7 +96,7 @@ def save_checkpoint(
     if len(set(ranks.run(what, hashlib.sha256(held.encode()).digest))) > 1:
         raise CheckpointError(f"{folder}: the ranks do not hold the same tensor names, shapes and dtypes to save")
     if background is None:
-        write(snapshot, ranks)
+        _write(snapshot, ranks)
     else:
         background.begin(snapshot, ranks)
 
@@ -109,6 +120,11 @@ class BackgroundSaver:
         self._pool = futures.ThreadPoolExecutor(1, "checkpoint-save")
         self._pending: list[futures.Future[None]] = []
 
+    @property
+    def is_writing(self) -> bool:
+        """Whether the last save goes on."""
+        return not all(future.done() for future in self._pending)
+
     def begin(self, snapshot: Snapshot, ranks: Ranks) -> None:
         """Copy, ``full`` gathered to rank 0 (a thread may not use training's groups), and let the thread write."""
 
@@ -124,7 +140,7 @@ class BackgroundSaver:
             return whole
 
         copied = replace(snapshot, tensors=ranks.own(f"copying {snapshot.folder}", copy), in_background=True)
-        self._pending = [self._pool.submit(write, copied, self._writers)]
+        self._pending = [self._pool.submit(_write, copied, self._writers)]
 
     def then(self, act: Callable[[], object]) -> None:
         """Let the thread call ``act`` after the last save, if that stands; what goes wrong there is a warning."""
@@ -167,28 +183,18 @@ def load_tensors(folder: Path, into: Mapping[str, torch.Tensor], skip: Collectio
     """
     ranks, folder = Ranks(), Path(folder)
 
-    def prepare() -> Path:
+    def prepare() -> Reader:
         manifest = read_manifest(folder)
         _check_targets(manifest, into, set(skip))
-        place = folder / FOLDER if manifest.layout == "sharded" else folder
-        names = {chunk.file for chunks in manifest.chunks.values() for chunk in chunks}
-        if other := set(place.glob("*.safetensors")) - set(map(manifest.file, names)):
-            raise CheckpointError(f"{min(other)}: not in the manifest of this checkpoint; remove it")
-        return place
+        return Reader(manifest)
 
     what = f"reading {folder}"
-    place = ranks.own(what, prepare)
+    reader = ranks.own(what, prepare)
+    planner = DefaultLoadPlanner(flatten_state_dict=False)
     local = {name: tensor.to_local() if isinstance(tensor, DTensor) else tensor for name, tensor in into.items()}
     here = {name: tensor for name, tensor in into.items() if local[name].numel()}
-
-    def fill() -> None:
-        reader, planner = dcp.HuggingFaceStorageReader(str(place)), DefaultLoadPlanner(flatten_state_dict=False)
-        try:
-            dcp.load(here, storage_reader=reader, planner=planner, no_dist=True)  # each rank knows what it needs
-        except CheckpointException as error:
-            raise error.failures[0][0] from error
-
-    ranks.run(what, fill)
+    with _together(what, ranks):
+        dcp.load(here, storage_reader=reader, planner=planner)
 
 
 def load_weights(module: Module, path: Path | str) -> Module:
@@ -255,6 +261,29 @@ def _refuse(folder: Path, differences: Mapping[str, str]) -> None:
         raise CheckpointError(f"{describe(folder, differences)}\n  use another checkpoint")
 
 
+def _write(snapshot: Snapshot, ranks: Ranks) -> None:
+    writer, planner = Writer(snapshot), Planner(snapshot)
+    try:
+        with _together(f"writing {snapshot.folder}", ranks):
+            dcp.save(dict.fromkeys(snapshot.chunks), storage_writer=writer, planner=planner, process_group=ranks.group)
+    except BaseException:
+        writer.discard()
+        raise
+
+
+@contextlib.contextmanager
+def _together(what: str, ranks: Ranks) -> Iterator[None]:
+    """Say in our words what DCP has gathered from all ranks."""
+    try:
+        yield
+    except CheckpointException as error:
+        failed = {rank: reason(failure) for rank, (failure, _) in error.failures.items()}
+        own = error.failures[ranks.rank][0] if ranks.rank in failed else None
+        raise ranks.error(what, failed, own) from error
+    except RuntimeError as error:
+        raise ranks.lost(what, error) from error
+
+
 def _content(name: str, value: bytes | Path) -> bytes:
     disk.checked_name(name)
     if isinstance(value, bytes):
@@ -271,5 +300,7 @@ def _check_targets(manifest: Manifest, into: Mapping[str, torch.Tensor], skip: s
     for name in sorted(set(saved) & set(wanted)):
         if saved[name] != wanted[name]:
             lines.append(f"{name}: {saved[name]} in the checkpoint, {wanted[name]} here")
+        elif into[name].is_meta:
+            lines.append(f"{name}: on the meta device here, so there is nothing to load into")
     if lines:
         raise CheckpointError(f"{manifest.folder}: does not fit:\n" + "\n".join(f"  {line}" for line in lines))

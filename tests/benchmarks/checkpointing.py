@@ -87,7 +87,7 @@ class Bench:
 
         def train(path: Path) -> None:
             self._begin_saving(path)
-            found.append(self._steps_until(path.is_dir))
+            found.append(self._steps_until(lambda: not self._saver.is_writing))
 
         self._saved(train)
         return found[0]

@@ -30,6 +30,7 @@ class Watch(Callback):
         self.fault, self.rank = fault, rank
         self.flags = SignalFlags()
         self.visible: dict[int, list[int]] = {}
+        self.pending: dict[int, bool] = {}
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Raise, or ask for the end, while the save of step 3 is being written."""
@@ -41,8 +42,10 @@ class Watch(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        background: Any = trainer.strategy.background  # type: ignore[attr-defined]
         step = trainer.global_step
         self.visible[step] = [found.step for found in checkpoints(Path(trainer.default_root_dir))]
+        self.pending[step] = background is not None and background.is_writing
         (Path(trainer.default_root_dir) / f"rank-{self.rank}-ended-{step}").touch()  # the writer waits for it
 
 
@@ -83,6 +86,7 @@ def train_async(
         "digest": digest(module, trainer.optimizers[0]),
         "step": trainer.global_step,
         "visible": watch.visible,
+        "pending": watch.pending,
         "last_model_path": Path(saving.last_model_path).name,
         "best_model_path": Path(saving.best_model_path).name,
     }

@@ -56,6 +56,7 @@ def test_training_goes_on_and_the_next_save_waits(tiny_model: Path, tmp_path: Pa
     """The end of each save comes after the next step; the old one goes once the new one stands."""
     job = {"folder": tiny_model, "strategy": {"engine": "fsdp2"}, "fault": "slow", "keep_last": 1}
     for seen in on_ranks("train_async", 2, run=tmp_path, async_save=True, **job):
+        assert seen["pending"]["4"]
         assert seen["visible"]["4"] == []
         assert seen["visible"]["7"] == [3]  # 6 was not begun before 3 stood
         assert seen["last_model_path"] == "step-00000009"
@@ -85,7 +86,7 @@ def test_a_save_under_way_is_completed(
     job = {"folder": tiny_model, "strategy": {"engine": "fsdp2", "timeout_seconds": seconds}, "fault": fault}
     seen = on_ranks("train_async", 2, run=tmp_path, async_save=True, **job)
     assert seen[1]["error"].startswith(error)
-    assert all(rank["visible"]["4"] == [] for rank in seen)
+    assert all(rank["pending"]["4"] for rank in seen)
     assert whole_steps(tmp_path) == steps
     assert read_manifest(checkpoints(tmp_path)[0].path).global_step == 3
     if fault == "signal":

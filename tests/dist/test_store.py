@@ -23,8 +23,6 @@ def test_any_mesh_into_any_other(tmp_path: Path) -> None:
             manifest, truth = read_manifest(step_folder(folder, step)), whole_tensors(step)
             store.verify_files(manifest.folder)
             assert (manifest.layout, manifest.world_size, manifest.global_step) == (layout, size, step)
-            files = {chunk.file for chunks in manifest.chunks.values() for chunk in chunks}
-            assert len(files) == (size if layout == "sharded" else 1)  # also replicas share the work
             assert manifest.tensors == {name: spec_of(tensor) for name, tensor in truth.items()}
             into = {name: torch.full_like(tensor, 9) for name, tensor in truth.items()}
             store.load_tensors(manifest.folder, into)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from jsonargparse import Namespace
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
@@ -68,6 +69,23 @@ def test_a_validation_inside_an_accumulation_stands_in_the_row_of_the_step_befor
     trainer_with(logger, [logger], 3, **options).fit(_Counting())
     found = [(row["step"], row["train"], row.get("val")) for row in rows(tmp_path)]
     assert found == [("0", "0.0", "1.0"), ("1", "1.0", None), ("2", "2.0", "3.0")]
+
+
+class _KilledAfterTheSave(ModelCheckpoint):
+    def on_train_batch_end(self, trainer: Trainer, *more: Any) -> None:
+        super().on_train_batch_end(trainer, *more)
+        if trainer.global_step == 2:
+            raise InterruptedError
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_row_of_a_step_is_there_before_its_checkpoint(tmp_path: Path):
+    """Lightning logs after the callbacks; a run that goes on from step 2 begins with the row behind it."""
+    saved = _KilledAfterTheSave(tmp_path, every_n_train_steps=1)
+    logger = RunCSVLogger(tmp_path)
+    with pytest.raises(InterruptedError):
+        trainer_with(logger, [logger, saved], 3, enable_checkpointing=True).fit(_Counting())
+    assert [(row["step"], row["train"]) for row in rows(tmp_path)] == [("0", "0.0"), ("1", "1.0")]
 
 
 @pytest.mark.filterwarnings("ignore")

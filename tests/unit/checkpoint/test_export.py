@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from lit_fsdp.checkpoint.export import export
 from lit_fsdp.checkpoint.export_verify import find_export_differences
-from lit_fsdp.checkpoint.manifest import record_metrics
 from lit_fsdp.checkpoint.run_folder import step_folder
 from lit_fsdp.checkpoint.store import save_checkpoint
 from lit_fsdp.config.model import LoraConfig, ModelConfig
@@ -60,14 +59,14 @@ class Saved:
         not_saved = frozen | set(tied.values() if changes.pop("saves_head", False) else tied)
         state = {f"model/model.{name}": t for name, t in self.model.state_dict().items() if name not in not_saved}
         entry = {"prefix": "model.", "tied": tied, "base": base, "hub_name": "tiny/llama", "adapter": adapter}
+        metrics = {"val_loss": 1.25, "bad": float("nan")}
         parts = {
             "tensors": {**state, "optim/x/step": torch.tensor(1.0)},
-            "manifest": {"global_step": 5, "model": {**entry, "kept_with_adapter": []}},
+            "manifest": {"global_step": 5, "model": {**entry, "kept_with_adapter": []}, "metrics": metrics},
             "files": {f"hf/{path.name}": path.read_bytes() for path in self.base.glob("*.json")},
         }
         self.folder = step_folder(place, 5)
         save_checkpoint(self.folder, state={}, layout=layout, **{**parts, **changes})
-        record_metrics(self.folder, {"val_loss": 1.25, "bad": float("nan")})
 
 
 def logits(model: torch.nn.Module) -> torch.Tensor:

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from lit_fsdp import commands
-from lit_fsdp.checkpoint.manifest import record_metrics
 from lit_fsdp.checkpoint.store import save_checkpoint
 from lit_fsdp.errors import CheckpointError, ConfigError
 
@@ -26,8 +25,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
 
     def write(step: int, **metrics: float) -> Path:
         folder = Path("run/checkpoints") / f"step-{step:08d}"
-        save_checkpoint(folder, {"w": torch.ones(2)}, {"step": step}, {"global_step": step}, "full")
-        record_metrics(folder, metrics)
+        save_checkpoint(folder, {"w": torch.ones(2)}, {"step": step}, {"global_step": step, "metrics": metrics}, "full")
         return folder
 
     return write
