@@ -18,8 +18,6 @@ from lit_fsdp.config.parser import load_recipe
 from lit_fsdp.errors import require
 from lit_fsdp.launch.launcher import devices_of
 
-_VALUES = re.compile(r",(?![^\[{]*[\]}])")
-"""Commas between values, not those inside of a list or mapping."""
 _Cell = dict[str, str]
 """Value by varied key, and ``ranks``."""
 
@@ -51,7 +49,7 @@ def run_bench(argv: Sequence[str]) -> int:
         key, _, values = text.removeprefix("--").partition("=")
         fits = values and key != "trainer.devices"
         require(fits, "--vary", text, "KEY=A,B,...; trainer.devices by --ranks", "write data.micro_batch_size=1,2")
-        vary.setdefault(key, []).extend(_VALUES.split(values))
+        vary.setdefault(key, []).extend(values.split(","))
     cells = [dict(zip((*vary, "ranks"), row, strict=True)) for row in itertools.product(*vary.values(), ranks)]
     of = json.dumps([recipe.values, options.steps, list(vary)], default=str)
     name = hashlib.sha256(of.encode()).hexdigest()[:8]

@@ -83,9 +83,7 @@ def compare(one: Trace, other: Trace) -> Comparison:
 def _relative(one: float | None, other: float | None) -> float | None:
     if one is None or other is None:
         return None
-    if one == other:
-        return 0.0
-    return abs(one - other) / max(abs(one), abs(other))
+    return 0.0 if one == other else abs(one - other) / max(abs(one), abs(other))
 
 
 def _weights_apart(one: Trace, other: Trace, step: int) -> float:
