@@ -18,9 +18,6 @@ from lit_fsdp.config.parser import load_recipe
 from lit_fsdp.errors import require
 from lit_fsdp.launch.launcher import devices_of
 
-_Cell = dict[str, str]
-"""Value by varied key, and ``ranks``."""
-
 
 def run_bench(argv: Sequence[str]) -> int:
     """Run ``lit-fsdp bench`` and return the exit code: 1 if a cell failed."""
@@ -36,8 +33,7 @@ def run_bench(argv: Sequence[str]) -> int:
     parser.add_argument("--vary", action="append", required=True, metavar="KEY=A,B,...", help=text)
     parser.add_argument("--ranks", metavar="1,2,...", help="values of trainer.devices; default: the recipe's")
     parser.add_argument("--repeats", type=int, default=3, help="runs of each combination; default: 3")
-    text = "optimizer steps that are timed, after as many that are not; default: 5"
-    parser.add_argument("--steps", type=int, default=5, help=text)
+    parser.add_argument("--steps", type=int, default=5, help="timed optimizer steps, after as many untimed; default: 5")
     options, words = parser.parse_known_args(argv)
     least = min(options.repeats, options.steps)
     require(least >= 1, "--repeats, --steps", least, ">= 1", "write --repeats 3")
@@ -61,8 +57,7 @@ def run_bench(argv: Sequence[str]) -> int:
     has_failed = _run_all(folder, words, cells, options.repeats)
     from lit_fsdp.report.page import write_curves
 
-    rows = _rows(folder / "bench.csv")
-    table, curves = _results(cells, rows)
+    table, curves = _results(cells, _rows(folder / "bench.csv"))
     write_curves("tokens/s by ranks", curves, folder / "bench.html")
     print(table)
     print(f"\n{folder}/bench.csv, {folder}/bench.html", file=sys.stderr)
@@ -76,8 +71,11 @@ def _rows(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def _run_all(folder: Path, words: Sequence[str], cells: Sequence[_Cell], repeats: int) -> bool:
-    """Run what has no finished row yet, the repeats interleaved; a cell that fails is not repeated."""
+def _run_all(folder: Path, words: Sequence[str], cells: Sequence[Mapping[str, str]], repeats: int) -> bool:
+    """Run what has no finished row yet, the repeats interleaved; a cell that fails is not repeated.
+
+    A cell has the value of each varied key, and ``ranks``.
+    """
     results, failed = ("tokens_per_second", "peak_memory_gib"), []
     before = _rows(folder / "bench.csv")
     folder.mkdir(parents=True, exist_ok=True)
@@ -103,7 +101,7 @@ def _run_all(folder: Path, words: Sequence[str], cells: Sequence[_Cell], repeats
 
 
 def _results(
-    cells: Sequence[_Cell], rows: Sequence[Mapping[str, str]]
+    cells: Sequence[Mapping[str, str]], rows: Sequence[Mapping[str, str]]
 ) -> tuple[str, dict[str, list[tuple[int, float]]]]:
     """A table of all cells, and by their values tokens/s over ranks.
 

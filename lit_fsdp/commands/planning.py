@@ -79,9 +79,9 @@ def run_plan(argv: Sequence[str]) -> int:
     if each:
         nodes = nodes or max(1, (gpus or each) // each)
         gpus = nodes * each if gpus is None else gpus
-        numbers = f"{each} on {nodes} node(s) for {gpus} GPUs"
         fits = gpus == nodes * min(each, gpus)  # a single node may be used in part
-        require(fits, "--gpus-per-node", numbers, "--gpus / --nodes", "leave one of the three out")
+        numbers, allowed = f"{each} on {nodes} node(s) for {gpus} GPUs", "--gpus / --nodes; leave one of the three out"
+        require(fits, "--gpus-per-node", numbers, allowed)
     run = _loaded(parser, words, gpus, nodes, "--gpus").run
     ranks = run.world_size or 1
     steps = accumulation_steps(run.data, ranks, run.trainer["accumulate_grad_batches"])
@@ -90,7 +90,7 @@ def run_plan(argv: Sequence[str]) -> int:
     gc.set_threshold(100_000)  # little is thrown away, and looking for it takes a fifth of the time
     from lit_fsdp.plan import memory, search
 
-    gpu = _gpu(options.gpu)
+    gpu = _gpu(options.gpu) if options.gpu else None
     gib = options.memory or (gpu.memory_gib if gpu else None)
     is_sized = gib or not (options.search or options.write)
     require(is_sized, "--search, --write", "no size of a GPU", "--gpu NAME or --memory GIB", "add --gpu h100-80gb")
@@ -123,18 +123,16 @@ def run_plan(argv: Sequence[str]) -> int:
         lines.append("seconds per step: no operations are known for this architecture, or no rate for this precision")
     best = None
     if gib is not None:
-        record["fits"], rows = found.room(gib) >= 0, search.largest_rows(run, gib)
-        record["largest_micro_batch"] = rows
-        verdict = "fits" if record["fits"] else f"does not fit: {-found.room(gib) / 2**30:.1f} GiB too much"
+        room, rows = found.room(gib), search.largest_rows(run, gib)
+        verdict = "fits" if room >= 0 else f"does not fit: {-room / 2**30:.1f} GiB too much"
         lines += [f"on {gib:g} GiB: {verdict}; largest micro-batch: {rows or 'none'}", ""]
         best, tried = search.recommend(run, gib, gpu, options.search)
+        record |= {"fits": room >= 0, "largest_micro_batch": rows, "tried": tried, "recommended": best}
         if options.search:
-            record["search"] = tried
             lines += [_search_table(tried), ""]
         else:
             too_large = [one for one in tried if not one["fits"]]
             lines += [f"{one['choice']} needs at least {one['peak'] / 2**30:.1f} GiB" for one in too_large]
-        record["recommended"] = best
     if best is not None:
         changes = "".join(f"\n  {flag}" for flag in search.flags_of(best["changes"])) or " (as the recipe has it)"
         lines.append(f"recommended: {best['choice']}, micro-batch {best['micro_batch_size']}{changes}")
@@ -151,15 +149,12 @@ def run_plan(argv: Sequence[str]) -> int:
     return 0 if gib is None or best is not None else 1
 
 
-def _gpu(name: str | None) -> Any:
+def _gpu(name: str) -> Any:
     from lit_fsdp.metrics.hardware import gpus
 
-    if name is None:
-        return None
     known = {gpu.name: gpu for gpu in gpus()}
-    near = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.3)
-    fix = f"write {near[0]}; or --memory GIB for any other" if near else "write --memory GIB"
-    require(name.lower() in known, "--gpu", name, ", ".join(near or known), fix)
+    near = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.0)
+    require(name.lower() in known, "--gpu", name, ", ".join(near), f"write {near[0]}; or --memory GIB for any other")
     return known[name.lower()]
 
 

@@ -28,8 +28,6 @@ _MODES: tuple[ActivationMode, ...] = ("none", "selective", "full")
 _LORA = LoraConfig(target_modules="all-linear")
 _QLORA = dataclasses.replace(_LORA, quantize="nf4")
 _WHOLE = {"sharding": "full_shard", "shard_degree": None, "replicate_degree": None}
-_SECONDS = 120
-"""After which a run that ran out of memory ends without advice."""
 
 
 @dataclass(frozen=True)
@@ -195,7 +193,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 def advice(run: RunConfig, recipe: Path, accelerator: str, allow_imports: Sequence[str] = ()) -> str:
     """What ``lit-fsdp plan --savings`` says of a run that ran out of memory, or in one line why it says nothing.
 
-    Another process computes it: this one has little memory, and a process group whose other ranks are waiting.
+    Another process computes it, in two minutes at most: this one has little memory, and a process group whose other
+    ranks are waiting.
     ``recipe`` is the file in the run folder, ``allow_imports`` the packages whose classes it names.
     """
     if run.foreign:
@@ -204,7 +203,7 @@ def advice(run: RunConfig, recipe: Path, accelerator: str, allow_imports: Sequen
     words += [f"--trainer.{name}={run.trainer[name]}" for name in ("devices", "num_nodes")]
     words += [f"--trainer.accelerator={accelerator}", *(f"--allow-imports={name}" for name in allow_imports)]
     environment = {name: value for name, value in os.environ.items() if name != EXIT_DIR}
-    options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": _SECONDS, "check": True}
+    options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 120, "check": True}
     try:
         return str(subprocess.run(words, env=environment, **options).stdout).rstrip()  # noqa: S603
     except (OSError, subprocess.SubprocessError) as error:

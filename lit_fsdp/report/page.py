@@ -106,8 +106,7 @@ def write_page(runs: Sequence[RunFiles], out: Path) -> None:
 def write_curves(title: str, curves: Mapping[str, _Points], out: Path) -> None:
     """Write a page of one chart; points are ranks and values, by the name of their curve."""
     drawn = [(name, points, number, 0) for number, (name, points) in enumerate(curves.items())]
-    chart = _chart(title, drawn, "ranks")
-    _write(title, [f"<div class=charts>{chart}</div>"], out)
+    _write(title, [f"<div class=charts>{_chart(title, drawn)}</div>"], out)
 
 
 def _write(title: str, parts: Iterable[str], out: Path) -> None:
@@ -207,7 +206,7 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
-def _chart(title: str, curves: Sequence[tuple[str, _Points, int, int]], across: str = "steps") -> str:
+def _chart(title: str, curves: Sequence[tuple[str, _Points, int, int]]) -> str:
     """A figure of curves (name, points, color, dash) with their last values; inf and nan are counted in the title."""
     finite = [(name, [p for p in points if math.isfinite(p[1])], color, dash) for name, points, color, dash in curves]
     every = [point for _, points, _, _ in finite for point in points]
@@ -231,9 +230,7 @@ def _chart(title: str, curves: Sequence[tuple[str, _Points, int, int]], across: 
         drawn.append(f'<polyline {look} points="{" ".join(places * 2 if len(places) == 1 else places)}"/>')
         end = _number(points[-1][1]) if points else "–"
         legend.append(f"<span><i {look}></i>{_text(name)} <b>{end}</b></span>")
-    svg = (
-        f'<svg viewBox="0 0 100 100" preserveAspectRatio="none" role="img" aria-label="{title}">{"".join(drawn)}</svg>'
-    )
-    plot = f'<div class=plot data-low="{_number(low)}" data-high="{_number(high)}">{svg}</div>'
-    legend.append(f"<small>{across} {first:,} to {last:,}</small>")
+    head = f'<svg viewBox="0 0 100 100" preserveAspectRatio="none" role="img" aria-label="{title}">'
+    plot = f'<div class=plot data-low="{_number(low)}" data-high="{_number(high)}">{head}{"".join(drawn)}</svg></div>'
+    legend.append(f"<small>{first:,} to {last:,}</small>")
     return f"<figure><figcaption>{title}</figcaption>{plot}<p class=legend>{' '.join(legend)}</p></figure>"
