@@ -18,6 +18,8 @@ from lit_fsdp.config.parser import load_recipe
 from lit_fsdp.errors import require
 from lit_fsdp.launch.launcher import devices_of
 
+_Rows = Sequence[Mapping[str, str]]
+
 
 def run_bench(argv: Sequence[str]) -> int:
     """Run ``lit-fsdp bench`` and return the exit code: 1 if a cell failed."""
@@ -29,7 +31,7 @@ def run_bench(argv: Sequence[str]) -> int:
     )
     example = "lit-fsdp bench -c recipes/quickstart.yaml --vary data.micro_batch_size=2,4"
     parser = verb_parser("bench", text, example, RECIPE)
-    text = "values of a key of the recipe, or of config, fragments; repeatable: all combinations are run"
+    text = "values without commas of a key of the recipe, or of config, fragments; repeatable: all combinations are run"
     parser.add_argument("--vary", action="append", required=True, metavar="KEY=A,B,...", help=text)
     parser.add_argument("--ranks", metavar="1,2,...", help="values of trainer.devices; default: the recipe's")
     parser.add_argument("--repeats", type=int, default=3, help="runs of each combination; default: 3")
@@ -71,7 +73,7 @@ def _rows(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def _run_all(folder: Path, words: Sequence[str], cells: Sequence[Mapping[str, str]], repeats: int) -> bool:
+def _run_all(folder: Path, words: Sequence[str], cells: _Rows, repeats: int) -> bool:
     """Run what has no finished row yet, the repeats interleaved; a cell that fails is not repeated.
 
     A cell has the value of each varied key, and ``ranks``.
@@ -100,9 +102,7 @@ def _run_all(folder: Path, words: Sequence[str], cells: Sequence[Mapping[str, st
     return bool(failed)
 
 
-def _results(
-    cells: Sequence[Mapping[str, str]], rows: Sequence[Mapping[str, str]]
-) -> tuple[str, dict[str, list[tuple[int, float]]]]:
+def _results(cells: _Rows, rows: _Rows) -> tuple[str, dict[str, list[tuple[int, float]]]]:
     """A table of all cells, and by their values tokens/s over ranks.
 
     Efficiency is tokens per second and rank relative to the same values on the fewest ranks.

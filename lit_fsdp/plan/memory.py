@@ -153,9 +153,7 @@ def _state_of(rank: dict[str, int]) -> int:
 # many of its ranks are in the ring; rings of different ranks of a node (the copies of hybrid sharding) add up.
 
 
-def step_traffic(
-    gathered: float, reduced: float, mesh: tuple[int, int], ranks_per_node: int = 8
-) -> tuple[float, float]:
+def sent_bytes(gathered: float, reduced: float, mesh: tuple[int, int], ranks_per_node: int = 8) -> tuple[float, float]:
     """Bytes that an optimizer step makes a rank pass on to its neighbor, and a node to the next one, at most.
 
     ``gathered`` and ``reduced`` are bytes of whole parameters and gradients, over all gathers and reductions of the
@@ -198,7 +196,7 @@ def step_time(run: RunConfig, gpu: Gpu | None) -> dict[str, float] | None:
     params, forwards = list(model.parameters()), global_rows // (run.data.micro_batch_size * world)
     gathers = forwards * (_GATHERS[strategy.sharding] if strategy.is_sharded else 0)
     reductions = forwards if strategy.sync_each_micro_batch else 1
-    rank_bytes, node_bytes = step_traffic(
+    rank_bytes, node_bytes = sent_bytes(
         gathers * TORCH_DTYPES[row.compute].itemsize * sum(p.numel() for p in params),
         reductions * TORCH_DTYPES[row.reduce].itemsize * sum(p.numel() for p in params if p.requires_grad),
         mesh_shape(strategy, run.num_nodes, world),

@@ -24,9 +24,9 @@ from lit_fsdp.host import EXIT_DIR
 from lit_fsdp.metrics.hardware import Gpu
 from lit_fsdp.plan.memory import OVERHEAD_BYTES, USABLE, least_bytes, rank_memory, step_time
 
-_MODES: tuple[ActivationMode, ...] = ("none", "selective", "full")
 _LORA = LoraConfig(target_modules="all-linear")
 _QLORA = dataclasses.replace(_LORA, quantize="nf4")
+_Tried = dict[str, Any]
 _WHOLE = {"sharding": "full_shard", "shard_degree": None, "replicate_degree": None}
 
 
@@ -98,11 +98,10 @@ def changed(run: RunConfig, strategy: dict[str, Any], lora: LoraConfig | None = 
     """The recipe with other arguments of the strategy, and perhaps with adapters; None if a rule forbids it."""
     now = {name: value for name, value in strategy.items() if getattr(run.strategy, name) != value}
     changes: dict[str, Any] = {f"{STRATEGY}.{name}": value for name, value in now.items()}
-    model = run.model
-    if lora is not None:
-        model = dataclasses.replace(run.model, lora=lora)
-        before, after = (dataclasses.asdict(config) for config in (run.model.lora or LoraConfig(), lora))
-        changes |= {f"model.lora.{name}": value for name, value in after.items() if before[name] != value}
+    lora = lora or run.model.lora
+    before, after = (dataclasses.asdict(config or LoraConfig()) for config in (run.model.lora, lora))
+    changes |= {f"model.lora.{name}": value for name, value in after.items() if before[name] != value}
+    model = dataclasses.replace(run.model, lora=lora)
     try:
         other = dataclasses.replace(run, strategy=dataclasses.replace(run.strategy, **now), model=model)
         for rule in RULES:
@@ -112,17 +111,15 @@ def changed(run: RunConfig, strategy: dict[str, Any], lora: LoraConfig | None = 
     return Choice(other, changes)
 
 
-def recommend(
-    run: RunConfig, gib: float, gpu: Gpu | None, every: bool
-) -> tuple[dict[str, Any] | None, list[dict[str, Any]]]:
+def recommend(run: RunConfig, gib: float, gpu: Gpu | None, every: bool) -> tuple[_Tried | None, list[_Tried]]:
     """The first choice that fits, and all that were tried, each at the largest micro-batch that fits.
 
     Of ``every`` choice the fastest that fits is taken, with adapters if nothing else does; those that fit come first,
     the fastest first, then the smallest. ``peak`` of one that does not fit is what it needs at least. One whose package
     is not here is passed over, which is said on standard error.
     """
-    tried: list[dict[str, Any]] = []
-    for choice in choices(run, _MODES if every else ("none", "full")):
+    tried: list[_Tried] = []
+    for choice in choices(run, ("none", "selective", "full") if every else ("none", "full")):
         print(f"judging {choice.words}", file=sys.stderr)
         rows, taken = 0, None
         try:
@@ -140,7 +137,7 @@ def recommend(
         if rows and not every:
             break
 
-    def order(one: dict[str, Any]) -> tuple[Any, ...]:
+    def order(one: _Tried) -> tuple[Any, ...]:
         # what moves to the host comes last: how long that takes is not counted; without a rate they stay as tried
         offloads, peak = "cpu_offload" in one["choice"], 0 if one["fits"] else one["peak"]
         return not one["fits"], offloads, -(one["tokens_per_second"] or 0.0), peak
@@ -193,8 +190,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 def advice(run: RunConfig, recipe: Path, accelerator: str, allow_imports: Sequence[str] = ()) -> str:
     """What ``lit-fsdp plan --savings`` says of a run that ran out of memory, or in one line why it says nothing.
 
-    Another process computes it, in two minutes at most: this one has little memory, and a process group whose other
-    ranks are waiting.
+    Another process computes it, in two minutes at most: this one has little memory, and ranks that wait for it.
     ``recipe`` is the file in the run folder, ``allow_imports`` the packages whose classes it names.
     """
     if run.foreign:

@@ -14,7 +14,7 @@ from lit_fsdp.commands.planning import run_plan
 from lit_fsdp.config.parser import leaves, load_recipe
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.metrics.hardware import gpus
-from lit_fsdp.plan.memory import rank_memory, step_time, step_traffic, zero_table
+from lit_fsdp.plan.memory import rank_memory, sent_bytes, step_time, zero_table
 from lit_fsdp.plan.search import choices, savings
 
 ROOT = Path(__file__).parents[3]
@@ -156,7 +156,7 @@ def test_what_is_sent():
         (2, (1, 8), 6400 * 7 / 8, 0),
         (0, (1, 1), 0, 0),
     ):
-        assert step_traffic(gathers * 1600, 3200, mesh) == pytest.approx((rank_bytes, node_bytes))
+        assert sent_bytes(gathers * 1600, 3200, mesh) == pytest.approx((rank_bytes, node_bytes))
 
 
 def test_what_cannot_be_answered_is_refused_before_anything_is_simulated(monkeypatch: pytest.MonkeyPatch):
