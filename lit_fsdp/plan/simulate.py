@@ -211,9 +211,8 @@ def _simulate(hf_config: Any, run: RunConfig, strategy: StrategyConfig) -> _Watc
         if strategy.is_sharded:
             on_device = dataclasses.replace(strategy, cpu_offload=False)
             whole = [p for p in holder.parameters() if not p.dim()]
-            root = apply_fully_shard(
-                holder, units, on_device, unit_options(on_device, mesh), whole, lambda module: None
-            )
+            options = unit_options(on_device, mesh)
+            root = apply_fully_shard(holder, units, on_device, options, whole, lambda module: None)
         rows = run.data.micro_batch_size * (1 + isinstance(run.model, PreferenceModelConfig))
         tokens = run.data.max_seq_length
         ids = torch.ones(rows, tokens, dtype=torch.int64)

@@ -108,6 +108,17 @@ def test_nothing_fits(capsys: pytest.CaptureFixture[str]):
     assert "GiB too much" in out
 
 
+def test_a_search_recommends_the_fastest_without_adapters(capsys: pytest.CaptureFixture[str]):
+    small = ROOT / "recipes" / "smollm2-135m_full_fsdp2_1x24gb.yaml"
+    words = ["--data.max_seq_length", "64", "--data.micro_batch_size", "1", "--data.global_batch_size", "1"]
+    assert run_plan(["--config", str(small), *words, "--gpu", "rtx4090", "--search", "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    rates = [one["tokens_per_second"] for one in record["tried"] if "cpu_offload" not in one["choice"]]
+    assert rates == sorted(rates, reverse=True)
+    whole = [one for one in record["tried"] if "LoRA" not in one["choice"]]
+    assert record["recommended"] == whole[0] != record["tried"][0]
+
+
 SHORT = ("--data.max_seq_length=128", "--trainer.strategy.init_args.activation_checkpointing=none")
 HYBRID = "--trainer.strategy.init_args.sharding=shard_grad_op"
 
