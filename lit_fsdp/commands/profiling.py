@@ -55,7 +55,9 @@ def run_profile(argv: Sequence[str]) -> int:
     if options.json:
         print(json.dumps({"ranks": records, "advice": advice(records)}, indent=1))
     else:
-        tables = [_phases(rank, record) for rank, record in enumerate(records)]
+        heads = ("operator of rank 0, by itself", "ms", "calls")
+        cells = [(name[:64], f"{ms:.1f}", f"{calls:.0f}") for name, ms, calls in records[0]["operators"]]
+        tables = [*(_phases(rank, record) for rank, record in enumerate(records)), columns([heads, *cells], heads[1:])]
         print("\n\n".join([*tables, "\n".join(advice(records))]))
     print(f"\ntraces: {folder}/rank-*.json", file=sys.stderr)
     return 0

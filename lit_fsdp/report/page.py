@@ -26,6 +26,7 @@ from lit_fsdp.report.tables import dtypes_table, parameter_counts, units_table
 
 NAME = "report.html"
 _STYLE = Path(__file__).with_name("page.css")
+_MAX_STRETCHES = 400
 _Points = Sequence[tuple[int, float]]
 
 
@@ -96,7 +97,7 @@ def write_page(runs: Sequence[RunFiles], out: Path) -> None:
     parts.append(_beside("Versions", names, [run.audit.get("versions", {}) for run in runs]))
     for run, name in zip(runs, names, strict=True):
         parts += [f"<h2 class=run>{_text(name)}</h2>"] if several else []
-        parts += [_samples(run), *_data_and_model(run)]
+        parts += [_checkpoints(run), _samples(run), *_data_and_model(run)]
         if run.recipe:
             text = yaml.safe_dump(run.recipe, sort_keys=False, allow_unicode=True)
             parts.append(f"<h3>Recipe</h3><details><summary>recipe.yaml</summary><pre>{_text(text)}</pre></details>")
@@ -106,7 +107,8 @@ def write_page(runs: Sequence[RunFiles], out: Path) -> None:
 def write_curves(title: str, curves: Mapping[str, _Points], out: Path) -> None:
     """Write a page of one chart; points are ranks and values, by the name of their curve."""
     drawn = [(name, points, number, 0) for number, (name, points) in enumerate(curves.items())]
-    _write(title, [f"<div class=charts>{_chart(title, drawn)}</div>"], out)
+    chart = _chart(title, drawn, "ranks")
+    _write(title, [f"<div class=charts>{chart}</div>"], out)
 
 
 def _write(title: str, parts: Iterable[str], out: Path) -> None:
@@ -160,6 +162,18 @@ def _memory(run: RunFiles) -> dict[str, str]:
     return found
 
 
+def _checkpoints(run: RunFiles) -> str:
+    monitor = (run.recipe.get("checkpoint") or {}).get("monitor", "val_loss")
+    rows = []
+    for found in survey(run.folder / FOLDER):
+        value = "–" if monitor not in found.metrics else _number(found.metrics[monitor])
+        time = found.created.replace("T", " ").removesuffix("+00:00")
+        rows.append([found.path.name, time, size_words(found.num_bytes), value, found.damage or ""])
+    others = sorted((run.folder / FOLDER).glob("*.ckpt"))  # of Lightning's own strategies
+    rows += [[path.name, "", size_words(path.stat().st_size), "", ""] for path in others]
+    return _table("Checkpoints", ["", "time (UTC)", "size", monitor, ""], rows)
+
+
 def _samples(run: RunFiles) -> str:
     path = run.folder / "samples.csv"
     if not path.is_file():
@@ -206,7 +220,7 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
-def _chart(title: str, curves: Sequence[tuple[str, _Points, int, int]]) -> str:
+def _chart(title: str, curves: Sequence[tuple[str, _Points, int, int]], across: str = "steps") -> str:
     """A figure of curves (name, points, color, dash) with their last values; inf and nan are counted in the title."""
     finite = [(name, [p for p in points if math.isfinite(p[1])], color, dash) for name, points, color, dash in curves]
     every = [point for _, points, _, _ in finite for point in points]
@@ -226,11 +240,23 @@ def _chart(title: str, curves: Sequence[tuple[str, _Points, int, int]]) -> str:
     drawn, legend = [], []
     for name, points, color, dash in finite:
         look = f'class="c{color % 8} d{dash % 3}"'
-        places = [place(*point) for point in points]
+        places = [place(*point) for point in thinned(points)]
         drawn.append(f'<polyline {look} points="{" ".join(places * 2 if len(places) == 1 else places)}"/>')
         end = _number(points[-1][1]) if points else "–"
         legend.append(f"<span><i {look}></i>{_text(name)} <b>{end}</b></span>")
-    head = f'<svg viewBox="0 0 100 100" preserveAspectRatio="none" role="img" aria-label="{title}">'
-    plot = f'<div class=plot data-low="{_number(low)}" data-high="{_number(high)}">{head}{"".join(drawn)}</svg></div>'
-    legend.append(f"<small>{first:,} to {last:,}</small>")
+    svg = (
+        f'<svg viewBox="0 0 100 100" preserveAspectRatio="none" role="img" aria-label="{title}">{"".join(drawn)}</svg>'
+    )
+    plot = f'<div class=plot data-low="{_number(low)}" data-high="{_number(high)}">{svg}</div>'
+    legend.append(f"<small>{across} {first:,} to {last:,}</small>")
     return f"<figure><figcaption>{title}</figcaption>{plot}<p class=legend>{' '.join(legend)}</p></figure>"
+
+
+def thinned(points: _Points) -> _Points:
+    """All points of a short curve; of a long one the lowest and the highest of each stretch, so that peaks stay."""
+    size = math.ceil(len(points) / _MAX_STRETCHES)
+    if size <= 2:
+        return points
+    stretches = (points[start : start + size] for start in range(0, len(points), size))
+    ends = ({min(part, key=lambda p: p[1]), max(part, key=lambda p: p[1])} for part in stretches)
+    return [point for pair in ends for point in sorted(pair)]

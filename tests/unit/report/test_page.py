@@ -15,6 +15,7 @@ from rich.console import Console
 from lit_fsdp.commands import run as lit_fsdp
 from lit_fsdp.errors import ConfigError, DataError
 from lit_fsdp.models.tokenizers import miniature_tokenizer
+from lit_fsdp.report.page import thinned
 from lit_fsdp.report.samples import print_samples
 from tests.pages import Page
 
@@ -108,3 +109,11 @@ def test_color_takes_the_place_of_marks(monkeypatch: pytest.MonkeyPatch):
         print_samples(console, miniature_tokenizer(), "train", [sample])
         assert f"\x1b[{code}mb" in out.getvalue()
         assert out.getvalue().count("⟦") == out.getvalue().count("⟧") == marks  # in the legend, and in the sample
+
+
+def test_long_curves_keep_their_peaks():
+    points = [(step, 100.0 if step == 77_777 else step % 7 - 0.5 * (step == 5)) for step in range(100_000)]
+    kept = thinned(points)
+    assert len(kept) <= 800
+    assert ((77_777, 100.0) in kept, (5, 4.5) in kept) == (True, False)
+    assert kept == sorted(kept)
