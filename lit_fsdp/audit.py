@@ -10,7 +10,7 @@ from typing import Any, TextIO
 import torch
 from torch import nn
 
-from lit_fsdp.config.model import FLASH_ATTENTION, OptimConfig
+from lit_fsdp.config.model import FLASH_ATTENTION
 from lit_fsdp.config.run import STRATEGY, RunConfig
 from lit_fsdp.config.strategy import StrategyConfig, mesh_shape
 from lit_fsdp.errors import require
@@ -105,16 +105,15 @@ _ALIGNMENT_BYTES = 16  # of a parameter inside FSDP1's flat one
 
 
 def state_per_rank(
-    model: nn.Module, plan: UnitPlan, config: StrategyConfig, ranks: int, kept: _Kept | None = None
+    model: nn.Module, plan: UnitPlan, config: StrategyConfig, ranks: int, kept: _Kept
 ) -> list[dict[str, int]]:
     """What the ranks that share one copy of the model keep between steps, with the engine's padding, by rank.
 
     ``model`` is cast and not sharded yet; ``kept`` gives the bytes that the optimizer keeps of a parameter and so many
-    of its elements, by default AdamW's. With a base in 4 bits also ``quantization_bytes``: its scales, whole on each.
+    of its elements. With a base in 4 bits also ``quantization_bytes``: its scales, whole on each.
     """
     held = [dict.fromkeys(_KINDS, 0) for _ in range(ranks)]
     row, packed = config.precision_config.row, packed_weights(model)
-    kept = kept or state_bytes(OptimConfig(), model, TORCH_DTYPES[row.param].itemsize)[0]
     seen: set[int] = set()
     for unit in plan.units:
         module = plan.modules[unit.name] if unit.name else model

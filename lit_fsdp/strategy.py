@@ -19,12 +19,7 @@ from lit_fsdp.parallel.ddp import ReplicatedStrategy
 from lit_fsdp.parallel.fsdp1 import FSDP1Strategy
 from lit_fsdp.parallel.fsdp2 import FSDP2Strategy
 
-_ENGINES: dict[str, Callable[[StrategyConfig], Strategy]] = {
-    "fsdp2": FSDP2Strategy,
-    "fsdp1": FSDP1Strategy,
-    "ddp": ReplicatedStrategy,
-    "single": ReplicatedStrategy,
-}
+_ENGINES: dict[str, Callable[[StrategyConfig], Strategy]] = {"fsdp2": FSDP2Strategy, "fsdp1": FSDP1Strategy}
 
 
 def fsdp_strategy(**kwargs: Any) -> Strategy:
@@ -40,7 +35,7 @@ def fsdp_strategy(**kwargs: Any) -> Strategy:
         ConfigError: A value that does not exist, or values that do not go together.
     """
     config = build(StrategyConfig, kwargs, "fsdp_strategy")
-    return _ENGINES[config.engine](config)
+    return _ENGINES.get(config.engine, ReplicatedStrategy)(config)
 
 
 _TYPES, _FIELDS = typing.get_type_hints(StrategyConfig), inspect.signature(StrategyConfig).parameters.values()

@@ -54,14 +54,9 @@ class Checkpoint(ModelCheckpoint):
         self._background: Any = None
         self._begun = ""
         self._checkpoint_bytes = 0
-        self._lock: RunLock | None = None
+        self._locks = contextlib.ExitStack()
         self.resumes: bool | None = None
         """Whether this rank has found a checkpoint to go on from, if anybody asked for the last one."""
-
-    @property
-    def state_key(self) -> str:
-        """One entry per run, whatever the options."""
-        return "lit_fsdp.Checkpoint"
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Fix the folder, keep other jobs out of it, and make what saves in the background, if anything is to."""
@@ -88,13 +83,19 @@ class Checkpoint(ModelCheckpoint):
         top = run_folder.ranked(found, self.config.monitor, self.config.mode)
         self.best_model_score = torch.tensor(top[0].metrics[self.config.monitor], dtype=torch.float64) if top else None
         if not trainer.fast_dev_run:  # type: ignore[attr-defined]
-            self._check_room(trainer, pl_module, found)
+            model = trainer.strategy.lightning_module_state_dict()  # collective under FSDP1
+            params = [(clean_name(name), param) for name, param in pl_module.named_parameters()]
+            self._checkpoint_bytes = disk_space.checkpoint_bytes(model, params, trainer.optimizers)
+            estimate = trainer.estimated_stepping_batches
+            steps = int(estimate) if 0 < estimate < math.inf else None
+            if steps is None or trainer.global_step < steps:
+                count = disk_space.peak_count(self.config, steps, trainer.enable_validation)
+                line, how = self._check_room(trainer, count), "background" if self._background else "foreground"
+                _log.info("%s; written in the %s (checkpoint.async_save)", line, how)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Let other jobs use the run folder; after an exception they have to wait until this process ends."""
-        if self._lock is not None:
-            self._lock.release()
-            self._lock = None
+        self._locks.close()
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *batch: Any) -> None:
         """Save after every ``every_steps`` optimizer steps and after the last one."""
@@ -122,24 +123,17 @@ class Checkpoint(ModelCheckpoint):
         top = run_folder.ranked(found, self.config.monitor, self.config.mode)
         self.best_model_path = str(top[0].path) if top else ""
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Let the save that is being written end, no more: after an exception the ranks may not agree on a step."""
-        try:
-            self.finish()
-        except CheckpointError as error:
-            _log.error("the checkpoint that was being written is not complete: %s", error)
-
-    def save(self, trainer: Trainer, on_signal: bool = False) -> Path:
-        """Save the current step on all ranks, once; returns its folder, which may be written for a while yet.
+    def save(self, trainer: Trainer, on_signal: bool = False) -> None:
+        """Save the current step on all ranks, once; in the background it may be written for a while yet.
 
         With ``on_signal`` nothing else is the reason, and the next of these replaces it. A CheckpointError comes on
         every rank: this save could not begin, or the one before it has failed.
         """
         folder = run_folder.step_folder(trainer.default_root_dir, trainer.global_step)
         if trainer.fast_dev_run or self._saved_step == trainer.global_step:  # type: ignore[attr-defined]
-            return folder
+            return
         self.finish()
-        self._check_next(trainer)
+        self._check_room(trainer)
         strategy: Any = trainer.strategy
         strategy.saves_on_signal = on_signal and not self._is_due(trainer)
         with contextlib.nullcontext() if self._background is None else strategy.saving_in_background():
@@ -148,7 +142,6 @@ class Checkpoint(ModelCheckpoint):
         if self._background is None:
             self.finish()
         self._tidy(trainer, {})
-        return folder
 
     def finish(self) -> None:
         """Wait until the last save stands; a CheckpointError on every rank if it has failed on any."""
@@ -177,8 +170,9 @@ class Checkpoint(ModelCheckpoint):
 
     def _is_due(self, trainer: Trainer) -> bool:
         """Whether this step is saved in any case."""
-        every = self.config.every_steps
-        return bool(every and trainer.global_step % every == 0) or _is_last_step(trainer)
+        every, step, loop = self.config.every_steps, trainer.global_step, trainer.fit_loop
+        is_end = loop.epoch_loop.batch_progress.is_last_batch and trainer.current_epoch + 1 == loop.max_epochs
+        return is_end or bool(every and step % every == 0) or 0 < trainer.max_steps <= step
 
     def _is_better(self, value: float | None) -> bool:
         """Whether a monitored value beats all before."""
@@ -212,8 +206,7 @@ class Checkpoint(ModelCheckpoint):
 
     def _take(self, root: Path) -> None:
         """Lock the run folder and clear away what killed jobs have left there; on rank 0."""
-        if self._lock is None:
-            self._lock = RunLock(root)
+        self._locks.callback(RunLock(root).release)
         run_folder.sweep(root)
 
     def _begin(self, trainer: Trainer) -> list[Found]:
@@ -221,54 +214,23 @@ class Checkpoint(ModelCheckpoint):
         strategy: Any = trainer.strategy
         root, step = Path(trainer.default_root_dir), trainer.global_step
         found = run_folder.checkpoints(root)
-        if found and step == 0:
-            raise CheckpointError(
-                f"{root} already holds {len(found)} checkpoint(s), the newest of step {found[-1].step}\n"
-                "  fix:     resume it with --ckpt_path last, or name another trainer.default_root_dir"
-            )
+        if step == 0:
+            run_folder.refuse_used(root, found)
         if not trainer.fast_dev_run:  # type: ignore[attr-defined]
             moved = run_folder.move_newer_aside(root, step, strategy.damaged_checkpoints)
             for old, new in moved.items():
                 _log.warning("moved aside: %s is %s now, because this run goes on from step %d", old, new.name, step)
         return [entry for entry in found if entry.step <= step]
 
-    def _check_room(self, trainer: Trainer, module: LightningModule, found: list[Found]) -> None:
-        """Compare before step 1 for all checkpoints that will be kept at a time; collective."""
-        model = trainer.strategy.lightning_module_state_dict()  # collective under FSDP1
-        params = [(clean_name(name), param) for name, param in module.named_parameters()]
-        self._checkpoint_bytes = size = disk_space.checkpoint_bytes(model, params, trainer.optimizers)
-        steps = _last_step(trainer)
-        count = disk_space.peak_count(self.config, steps, trainer.enable_validation)
-        if steps is None or trainer.global_step < steps:
-            root, how = Path(trainer.default_root_dir), "background" if self._background else "foreground"
-            check = lambda: disk_space.check_room(self.config, root, found, size, count)  # noqa: E731
-            line = Ranks().first("looking for disk space", check)
-            _log.info("%s; written in the %s (checkpoint.async_save)", line, how)
+    def _check_room(self, trainer: Trainer, count: int | None = 1) -> str:
+        """Compare what ``count`` checkpoints at a time need with what is free; collective."""
+        root = Path(trainer.default_root_dir)
 
-    def _check_next(self, trainer: Trainer) -> None:
-        """Compare for the checkpoint that is written next; collective."""
-        root, size = Path(trainer.default_root_dir), self._checkpoint_bytes
-
-        def check() -> None:
+        def check() -> str:
             run_folder.sweep(root)
-            disk_space.check_room(self.config, root, run_folder.checkpoints(root), size)
+            return disk_space.check_room(self.config, root, run_folder.checkpoints(root), self._checkpoint_bytes, count)
 
-        Ranks().first("looking for disk space", check)
-
-
-def _is_last_step(trainer: Trainer) -> bool:
-    if trainer.max_steps > 0 and trainer.global_step >= trainer.max_steps:
-        return True
-    loop = trainer.fit_loop
-    return loop.epoch_loop.batch_progress.is_last_batch and trainer.current_epoch + 1 == (loop.max_epochs or -1)
-
-
-def _last_step(trainer: Trainer) -> int | None:
-    """Optimizer steps at the end of the run, if that is known."""
-    limits = [trainer.max_steps] if trainer.max_steps > 0 else []
-    if trainer.max_epochs is not None and trainer.max_epochs > 0 and math.isfinite(trainer.estimated_stepping_batches):
-        limits.append(int(trainer.estimated_stepping_batches))
-    return min(limits, default=None)
+        return Ranks().first("looking for disk space", check)
 
 
 def _count_in_micro_batches_of(

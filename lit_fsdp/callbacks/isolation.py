@@ -22,6 +22,7 @@ from lit_fsdp.checkpoint.ranks import Ranks
 from lit_fsdp.errors import CheckpointError, ConfigError
 from lit_fsdp.host import cache_root
 from lit_fsdp.models.packing import measure_isolation
+from lit_fsdp.models.preference import evaluating
 from lit_fsdp.parallel.base import EngineStrategy
 
 _log = logging.getLogger(__name__)
@@ -43,8 +44,7 @@ class IsolationProof(Callback):
     proves_isolation = True
     """For the data module, which warns where packed rows are trained on without a proof."""
 
-    def __init__(self) -> None:
-        self._is_done = False
+    _is_done = False
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -98,8 +98,10 @@ class IsolationProof(Callback):
         with untouched(strategy, module):
             found = gathered(trainer, measure_isolation(states, batch["input_ids"]))
         change, moved = max(one.change for one in found), max(one.moved for one in found)
-        compute = strategy.config.precision_config.row.compute
-        tolerance = _ROUNDING[compute] if _shares_rounding(module, strategy) else 0.0
+        precision, config = strategy.config.precision_config, module.source.hf_config.get_text_config().to_dict()
+        experts = [value for name, value in config.items() if "experts" in name and isinstance(value, int)]
+        compute, shares_rounding = precision.row.compute, precision.mode == "fp8" or max(experts, default=0) > 1
+        tolerance = _ROUNDING[compute] if shares_rounding else 0.0
         if change > tolerance:
             by = f"{change:.1e} of its size (allowed: {tolerance:g})"
             raise _refusal(module, f"with other tokens in the other samples one changes by {by}")
@@ -154,19 +156,6 @@ def run_aside(strategy: Any, module: Any, method: str, *args: Any) -> Any:
 def untouched(strategy: Any, module: torch.nn.Module) -> Iterator[None]:
     """Eval mode inside; afterwards random generators, modes and the counts of ``dtypes.json`` are as before."""
     counted = {what: dict(found) for what, found in strategy.contract.realized.items()}
-    modes = {child: child.training for child in module.modules()}
-    module.eval()
-    try:
-        with isolate_rng(include_cuda=strategy.root_device.type == "cuda"):
-            yield
-    finally:
-        for child, training in modes.items():
-            child.training = training
-        strategy.contract.realized = counted
-
-
-def _shares_rounding(module: Any, strategy: Any) -> bool:
-    """Whether the rounding of one token depends on others."""
-    config = module.source.hf_config.get_text_config().to_dict()
-    experts = [value for name, value in config.items() if "experts" in name and isinstance(value, int)]
-    return strategy.config.precision_config.mode == "fp8" or max(experts, default=0) > 1
+    with evaluating(module), isolate_rng(include_cuda=strategy.root_device.type == "cuda"):
+        yield
+    strategy.contract.realized = counted

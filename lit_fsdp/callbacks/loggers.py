@@ -59,7 +59,6 @@ class RunCSVLogger(Logger, Callback):
         """The run folder."""
         return str(self.path.parent)
 
-    @rank_zero_only
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
         """Nothing: the resolved recipe stands beside this file."""
 
@@ -107,9 +106,9 @@ class RunCSVLogger(Logger, Callback):
     @rank_zero_only
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note the run of each of the other loggers that can go on in it, in their order."""
-        named = [(type(logger).__name__, logger.version) for logger in trainer.loggers if logger is not self]
-        if any(name in _ARGUMENTS for name, _ in named):
-            runs = [(name, run if name in _ARGUMENTS else None) for name, run in named]
+        named = [(type(logger).__name__, logger) for logger in trainer.loggers if logger is not self]
+        runs = [(name, logger.version if name in _ARGUMENTS else None) for name, logger in named]
+        if any(run is not None for _, run in runs):
             write_json(Path(trainer.default_root_dir) / _NAME, runs)
 
     def _rewrite(self, content: bytes, before: int | None = None) -> None:

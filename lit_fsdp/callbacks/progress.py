@@ -32,7 +32,6 @@ class RunProgress(ProgressBar):
     def __init__(self) -> None:
         super().__init__()
         self._bar: Progress | None = None
-        self._task = TaskID(0)
         self._text = ""
         self._ended = threading.Event()
 
@@ -54,7 +53,7 @@ class RunProgress(ProgressBar):
             steps_done = TextColumn("step {task.completed}/{task.total}")
             self._bar = Progress(steps_done, TimeRemainingColumn(), numbers, console=console, expand=True)
             self._bar.start()
-            self._task = self._bar.add_task("", total=self._total, completed=trainer.global_step)
+            self._bar.add_task("", total=self._total, completed=trainer.global_step)
         else:
             self._ended = ended = threading.Event()
 
@@ -76,7 +75,7 @@ class RunProgress(ProgressBar):
             if self._bar is None:
                 self._say(self._text)
         if self._bar is not None:
-            self._bar.update(self._task, completed=self._seen_step, description=self._text)
+            self._bar.update(TaskID(0), completed=self._seen_step, description=self._text)
 
     def break_silence(self, trainer: Trainer) -> None:
         """Write a line if the last one is long ago, for what is going on has no hook until it is over."""
@@ -93,16 +92,14 @@ class RunProgress(ProgressBar):
             print(f"step {trainer.global_step}: {text}", file=sys.stderr)  # under a bar rich puts it above
             self._said = time.perf_counter()
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Close the bar."""
+    def on_train_end(self, *hook: Any) -> None:
+        """Close the bar; after an exception too, so that the message stands alone."""
         self._ended.set()
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Close the bar, so that the message stands alone."""
-        self.on_train_end(trainer, pl_module)
+    on_exception = on_train_end  # type: ignore[assignment]  # whose names the arguments have
 
     def _say(self, text: str) -> None:
         self._said = time.perf_counter()

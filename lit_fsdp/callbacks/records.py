@@ -41,9 +41,7 @@ class RunRecord(Callback):
     ``grad_norm``, the 2-norm of all gradients of a step before clipping, is logged.
     """
 
-    def __init__(self) -> None:
-        self._before_bytes = 0
-        self._dtypes_written = False
+    _dtypes_written = False
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Note the memory before the model is built."""
@@ -81,7 +79,9 @@ class RunRecord(Callback):
         if trainer.is_global_zero:
             record = {**strategy.audit, "versions": versions()}
             write_json(Path(trainer.default_root_dir) / "audit.json", record)
-            show(*audit_lines(record))
+            counts = f"{parameter_counts(record)} in {record['num_units']} units"
+            text = f"{counts}, {record['num_params_on_this_rank']:,} on rank 0"
+            show(units_table(record), text, *(f"replaced: {name}: {why}" for name, why in record["replaced"].items()))
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *batch: Any) -> None:
         """Log the gradient norm, and write the dtypes once the first step has been compared with the declared ones."""
@@ -157,13 +157,6 @@ def _resumed_from(trainer: Trainer, step: int) -> str:
         old, new = (yaml.safe_load(path.read_text(encoding="utf-8")) for path in (before, now))
         lines += [f"  {line}" for line in changed_values(old, new)]
     return "\n".join(lines)
-
-
-def audit_lines(record: dict[str, Any]) -> list[Any]:
-    """An audit for :func:`show`: its FSDP units as a table, how many parameters there are, and what was replaced."""
-    counts = f"{parameter_counts(record)} in {record['num_units']} units"
-    text = f"{counts}, {record['num_params_on_this_rank']:,} on rank 0"
-    return [units_table(record), text, *(f"replaced: {name}: {why}" for name, why in record["replaced"].items())]
 
 
 def show(*parts: Any) -> None:

@@ -7,12 +7,11 @@ import io
 import sys
 from itertools import zip_longest
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
-from torchmetrics import MeanMetric
 
 from lit_fsdp.callbacks.isolation import run_aside, untouched
 from lit_fsdp.callbacks.records import gathered
@@ -81,16 +80,16 @@ class Samples(Callback):
                 found += run_aside(trainer.strategy, module, "answers", batch, self.config.max_new_tokens)
         by_rank = gathered(trainer, found)
         rows: list[list[Any]] = []
-        exact, tokens = MeanMetric(sync_on_compute=False), MeanMetric(sync_on_compute=False)
+        exact: list[float] = []
+        tokens: list[float] = []
         for i, prompt in enumerate(self._prompts):
             wanted, got = prompt.wanted or [], by_rank[i % ranks][i // ranks]
             three = (prompt.input_ids, wanted, got)
             texts = [str(module.tokenizer.decode(ids, skip_special_tokens=True)).strip() for ids in three]
             rows.append([trainer.global_step, *texts])
             if wanted:
-                exact.update(float(texts[1] == texts[2]))
-                right = [float(a == b) for a, b in zip_longest(wanted, got[: len(wanted)])]
-                tokens.update(torch.tensor(right))
+                exact.append(float(texts[1] == texts[2]))
+                tokens += [float(a == b) for a, b in zip_longest(wanted, got[: len(wanted)])]
         if trainer.is_global_zero:
             _write(Path(trainer.default_root_dir) / "samples.csv", rows)
             for step, asked, wanted, got in rows:
@@ -103,9 +102,7 @@ class Samples(Callback):
                     table = (_COLUMNS, ["---"] * len(_COLUMNS), *rows)
                     lines = [f"| {' | '.join(map(_cell, row))} |" for row in table]
                     logger.experiment.add_text("samples", "\n".join(lines), trainer.global_step)
-        if not any(prompt.wanted for prompt in self._prompts):
-            return {}
-        return {"val_exact_match": float(exact.compute()), "val_answer_token_accuracy": float(tokens.compute())}
+        return {"val_exact_match": fmean(exact), "val_answer_token_accuracy": fmean(tokens)} if exact else {}
 
 
 def _cell(value: Any) -> str:

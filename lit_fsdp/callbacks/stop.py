@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.environments import SLURMEnvironment
@@ -37,7 +36,6 @@ class StopOnSignal(Callback):
 
     def __init__(self, flags: SignalFlags) -> None:
         self.flags = flags
-        self._seen_step = 0
         self._pending: tuple[torch.Tensor, torch.cuda.Event] | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -86,9 +84,7 @@ class StopOnSignal(Callback):
 
     def _vote_now(self, trainer: Trainer) -> torch.Tensor:
         votes = torch.tensor(self._votes(), device=trainer.strategy.root_device)
-        if dist.is_available() and dist.is_initialized():
-            dist.all_reduce(votes)
-        return votes
+        return trainer.strategy.reduce(votes, reduce_op="sum")
 
     def _votes(self) -> list[float]:
         return [float(self.flags.interrupted), float(self.flags.terminated)]

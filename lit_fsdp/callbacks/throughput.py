@@ -25,27 +25,36 @@ class Throughput(Callback):
     The clock runs from the end of one batch to the end of the next, so that waiting for data counts. The device is
     waited for at logged steps only, and nothing is sent between ranks. Tokens are those without padding;
     ``padding_share`` is the share of positions that hold none. ``data_wait_share`` is this rank's own: the time between
-    two forward passes. ``mfu`` and ``hfu`` are those of :class:`FlopMeter`; one that cannot be known is not logged.
+    two forward passes. By :mod:`lit_fsdp.metrics.flops` ``model_tflops_per_rank`` is the work that loss and gradients
+    need, ``mfu`` its share of the device's dense peak at the compute dtype, and ``hfu`` that share with what activation
+    checkpointing computes again; all devices are taken to be of one kind, and what cannot be known is not logged.
     """
 
+    _sum: torch.Tensor | None
+    _mark: float | None = None  # the clock stands
+
     def __init__(self) -> None:
-        self._sum: torch.Tensor | None = None
-        self._seconds = self._waited = 0.0
-        self._mark: float | None = None  # the clock stands
-        self._steps = self._seen_step = 0
-        self._is_warm = False
-        self._flops = FlopMeter()
+        self._formula: ModelFlops | None = None
+        self._reason = "the module holds no transformers model"
+        self._words: dict[str, str] = {}
+        self._peak: float | None = None
+        self._ranks = 1
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Read the shapes of the model before they are sharded."""
-        if stage == "fit" and hasattr(pl_module, "step_totals"):  # what others call build() is not for us to call
-            self._flops.read_shapes(pl_module)
+        module: Any = pl_module
+        if stage != "fit" or not hasattr(module, "step_totals"):  # what others call build() is not for us to call
+            return
+        try:
+            self._formula = flop_formula(module.build().model)
+        except Exception as error:  # a statistic ends no run, whatever an architecture has in its config
+            self._reason = " ".join(str(error).split()).partition(". ")[0][:200] or type(error).__name__
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start counting."""
         self._seen_step, self._is_warm, self._mark = trainer.global_step, False, None
         self._begin_again()
-        missing = self._flops.read_device(trainer, pl_module)
+        missing = self.read_device(trainer, pl_module)
         if missing and trainer.is_global_zero:
             print(missing, file=sys.stderr)
 
@@ -56,13 +65,11 @@ class Throughput(Callback):
             self._mark = now
         self._waited += now - self._mark
 
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Pause."""
+    def on_validation_start(self, *hook: Any) -> None:
+        """Pause, for a save too."""
         self._mark = None
 
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Pause."""
-        self._mark = None
+    on_save_checkpoint = on_validation_start  # type: ignore[assignment]  # whose names the arguments have
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *batch: Any) -> None:
         """Count this batch; after an optimizer step log every ``log_every_n_steps``."""
@@ -90,7 +97,7 @@ class Throughput(Callback):
             "step_seconds": seconds / self._steps,
             "padding_share": 1 - counts["tokens"] / max(1.0, counts["slots"]),
             "data_wait_share": self._waited / seconds,
-            **self._flops.rates(counts, seconds),
+            **self.rates(counts, seconds),
             "peak_memory_gib": peak_device_bytes(device) / GIB,
         }
         reserved = peak_reserved_bytes(device)
@@ -99,29 +106,6 @@ class Throughput(Callback):
 
     def _begin_again(self) -> None:
         self._sum, self._seconds, self._waited, self._steps = None, 0.0, 0.0, 0
-
-
-class FlopMeter:
-    """FLOP/s of a live run by :mod:`lit_fsdp.metrics.flops`: per rank, and against the peak of this rank's device.
-
-    ``model_tflops_per_rank`` is the work that loss and gradients need, ``mfu`` its share of the device's dense peak at
-    the compute dtype, ``hfu`` that share with what activation checkpointing computes again. All devices are taken to
-    be of one kind.
-    """
-
-    def __init__(self) -> None:
-        self._formula: ModelFlops | None = None
-        self._reason = "the module holds no transformers model"
-        self._words: dict[str, str] = {}
-        self._peak: float | None = None
-        self._ranks = 1
-
-    def read_shapes(self, module: Any) -> None:
-        """Find the formula, from a ``CausalLMModule`` that is not sharded yet."""
-        try:
-            self._formula = flop_formula(module.build().model)
-        except Exception as error:  # a statistic ends no run, whatever an architecture has in its config
-            self._reason = " ".join(str(error).split()).partition(". ")[0][:200] or type(error).__name__
 
     def read_device(self, trainer: Trainer, pl_module: LightningModule) -> str:
         """Find the device's peak and what the live blocks recompute; returns what cannot be known, or nothing."""

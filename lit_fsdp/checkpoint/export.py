@@ -1,14 +1,14 @@
 """A checkpoint as a Hugging Face folder, on one CPU process and with one tensor in memory at a time.
 
 The checkpoint brings everything along: tensors under the module's names, and the config, tokenizer and chat
-template in its ``hf/`` folder. What goes where is planned from the manifest; no model is built.
+template in its ``hf/`` folder. What goes where is planned from the manifest; no model is built that has values.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
-import math
 import os
 import shutil
 from collections import Counter
@@ -20,6 +20,7 @@ from typing import Any, Literal
 import torch
 import yaml
 from huggingface_hub import split_state_dict_into_shards_factory
+from torch import nn
 
 from lit_fsdp.checkpoint import files as disk
 from lit_fsdp.checkpoint.manifest import Manifest, TensorSpec, read_manifest
@@ -28,6 +29,7 @@ from lit_fsdp.checkpoint.store import verify_files
 from lit_fsdp.errors import CheckpointError, require
 from lit_fsdp.host import GIB, return_freed_memory
 from lit_fsdp.models.base import BaseWeights, open_base
+from lit_fsdp.models.lora import apply_saved_lora
 
 _EXTRAS = "hf/"
 _OF_A_MODEL = ("config.json", "generation_config.json")
@@ -41,19 +43,6 @@ _LORA = ".lora_"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Delta:
-    """The adapter that is added to a weight; tensors by their names in the checkpoint."""
-
-    a: str
-    b: str
-    magnitude: str | None
-    """Of DoRA."""
-    scaling: float
-    is_transposed: bool
-    """Whether the weight is stored with its inputs first, as embeddings and GPT-2's layers are."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class ExportPlan:
     """Which tensors go into which file."""
 
@@ -63,8 +52,8 @@ class ExportPlan:
     """What the manifest says about the model."""
     sources: Mapping[str, str]
     """Name in the checkpoint, or in its base after ``_BASE``, by name in the export."""
-    deltas: Mapping[str, Delta] = field(default_factory=dict)
-    """Adapters to merge, by name in the export."""
+    layers: Mapping[str, tuple[str, nn.Module]] = field(default_factory=dict)
+    """Of adapters to merge peft's layers, on meta, with their names; by the name of the weight in the export."""
     specs: Mapping[str, TensorSpec]
     """Dtype and shape by name in the export; a tied tensor once."""
     files: Mapping[str, list[str]]
@@ -171,7 +160,7 @@ def _planned(
         form=form,
         entry=entry,
         sources=sources,
-        deltas=_deltas(found, entry["adapter"], sources, available) if form == "merge" else {},
+        layers=_lora_layers(base.model, entry["adapter"]) if base and form == "merge" else {},
         specs=specs,
         files=_files(specs, form, int(max_shard_gib * GIB)),
         base=base,
@@ -234,26 +223,11 @@ def _adapter_sources(found: Mapping[str, str], beside: Collection[str]) -> dict[
     return sources
 
 
-def _deltas(
-    found: Mapping[str, str], adapter: Mapping[str, Any], sources: Mapping[str, str], saved: Mapping[str, TensorSpec]
-) -> dict[str, Delta]:
-    deltas, rank = {}, int(adapter["r"])
-    for name, source in found.items():
-        head, is_a, tail = name.rpartition("_A.")
-        if not is_a or not head.endswith((".lora", ".lora_embedding")):
-            continue
-        layer, b = head.rpartition(".")[0], found[f"{head}_B.{tail}"]
-        num_in, num_out = saved[source].shape[1], saved[b].shape[0]
-        weight = base_name(f"{layer}.weight")
-        by_inputs = saved[sources[weight]].shape == (num_in, num_out)
-        deltas[weight] = Delta(
-            a=source,
-            b=b,
-            magnitude=found.get(f"{layer}.lora_magnitude_vector.{_ADAPTER}.weight"),
-            scaling=adapter["lora_alpha"] / (math.sqrt(rank) if adapter.get("use_rslora") else rank),
-            is_transposed=by_inputs and (num_in != num_out or bool(adapter["fan_in_fan_out"])),
-        )
-    return deltas
+def _lora_layers(base: nn.Module, adapter: Mapping[str, Any]) -> dict[str, tuple[str, nn.Module]]:
+    model: Any = copy.deepcopy(base)
+    apply_saved_lora(model, adapter)
+    layers = {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
+    return {base_name(f"{name}.weight"): (name, module) for name, module in layers.items()}
 
 
 def _texts(manifest: Manifest, plan: ExportPlan) -> dict[str, bytes]:
@@ -332,23 +306,17 @@ def _write_file(path: Path, manifest: Manifest, plan: ExportPlan, names: list[st
     of_base = {"base": json.dumps(plan.entry.get("base"))} if plan.form == "adapter" else {}
     with TensorFile(path, specs, {"format": "pt", **of_base}) as file:
         for name in file_order(specs):
-            source, delta = plan.sources[name], plan.deltas.get(name)
-            file.append(name, read(source) if delta is None else _merged(read, source, delta))
+            file.append(name, _merged(plan, name, read) if name in plan.layers else read(plan.sources[name]))
 
 
-def _merged(read: Callable[[str], torch.Tensor], source: str, delta: Delta) -> torch.Tensor:
-    """The weight ``source`` with its adapter, in fp32; peft's own operations in its order, so bit for bit.
-
-    LoRA: ``W + B A scaling``. DoRA: each output's weights are scaled to the length learned for it.
-
-    Source: LoRA, arXiv:2106.09685; DoRA, arXiv:2402.09353, equation 5.
-    """
-    weight, a, b = (read(name).float() for name in (source, delta.a, delta.b))
-    change = b @ a
-    change = (change.T if delta.is_transposed else change) * delta.scaling
-    if delta.magnitude is None:
-        return weight.add_(change)
-    summed = weight + change
-    lengths = torch.linalg.norm(summed.T if delta.is_transposed else summed, dim=1)
-    factor = read(delta.magnitude).float() / lengths
-    return (factor.view(1, -1) if delta.is_transposed else factor.view(-1, 1)) * summed
+@torch.no_grad()
+def _merged(plan: ExportPlan, name: str, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
+    """The weight ``name`` with its adapter, by peft's own merge of this one layer, in fp32."""
+    place, on_meta = plan.layers[name]
+    layer: Any = copy.deepcopy(on_meta)  # goes with its values
+    prefix = f"{_MODEL}{plan.entry['prefix']}{place}."
+    adapters = [key for key in layer.state_dict() if not key.startswith("base_layer.")]
+    values = {key: read(f"{prefix}{key}").float() for key in adapters}
+    layer.load_state_dict({**values, "base_layer.weight": read(plan.sources[name]).float()}, strict=False, assign=True)
+    layer.merge()
+    return layer.get_base_layer().weight.detach()

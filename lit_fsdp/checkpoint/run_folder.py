@@ -132,6 +132,17 @@ class Resume:
         require(run.verb != "fit" or not 0 < limit < step, "trainer.max_steps", given, allowed, fix)
 
 
+def refuse_used(run_folder: Path, there: Sequence[Found]) -> None:
+    """Raise ConfigError where a new run would mix its checkpoints with those that are ``there``."""
+    if there:
+        raise ConfigError(
+            "trainer.default_root_dir",
+            f"{run_folder}, which holds {len(there)} checkpoint(s), the newest of step {there[-1].step}",
+            "a new run folder, or a resume",
+            "add --ckpt_path last, or name another --trainer.default_root_dir",
+        )
+
+
 def find_resume(verb: str, word: str | None, run_folder: Path, config: CheckpointConfig, fallback: bool) -> Resume:
     """The checkpoint that ``ckpt_path`` stands for, before any ranks meet; what rank 0 finds counts when they load.
 
@@ -140,13 +151,8 @@ def find_resume(verb: str, word: str | None, run_folder: Path, config: Checkpoin
     """
     there = survey(run_folder / FOLDER)
     if not word:
-        if verb == "fit" and there and not is_launched_by_lightning():  # else the first process has looked already
-            raise ConfigError(
-                "trainer.default_root_dir",
-                f"{run_folder}, which holds {len(there)} checkpoint(s), the newest of step {there[-1].step}",
-                "a new run folder, or a resume",
-                "add --ckpt_path last, or name another --trainer.default_root_dir",
-            )
+        if verb == "fit" and not is_launched_by_lightning():  # else the first process has looked already
+            refuse_used(run_folder, there)
         return Resume(None)
     if word == "last" and is_requeued() and not there:
         return Resume(None)

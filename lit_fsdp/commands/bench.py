@@ -18,10 +18,7 @@ from lit_fsdp.config.parser import load_recipe
 from lit_fsdp.errors import require
 from lit_fsdp.launch.launcher import devices_of
 
-_VALUES = re.compile(r",(?![^\[{]*[\]}])")
-"""Commas between values, not those inside of a list or mapping."""
-_Cell = dict[str, str]
-"""Value by varied key, and ``ranks``."""
+_Rows = Sequence[Mapping[str, str]]
 
 
 def run_bench(argv: Sequence[str]) -> int:
@@ -34,12 +31,11 @@ def run_bench(argv: Sequence[str]) -> int:
     )
     example = "lit-fsdp bench -c recipes/quickstart.yaml --vary data.micro_batch_size=2,4"
     parser = verb_parser("bench", text, example, RECIPE)
-    text = "values of a key of the recipe, or of config, fragments; repeatable: all combinations are run"
+    text = "values without commas of a key of the recipe, or of config, fragments; repeatable: all combinations are run"
     parser.add_argument("--vary", action="append", required=True, metavar="KEY=A,B,...", help=text)
     parser.add_argument("--ranks", metavar="1,2,...", help="values of trainer.devices; default: the recipe's")
     parser.add_argument("--repeats", type=int, default=3, help="runs of each combination; default: 3")
-    text = "optimizer steps that are timed, after as many that are not; default: 5"
-    parser.add_argument("--steps", type=int, default=5, help=text)
+    parser.add_argument("--steps", type=int, default=5, help="timed optimizer steps, after as many untimed; default: 5")
     options, words = parser.parse_known_args(argv)
     least = min(options.repeats, options.steps)
     require(least >= 1, "--repeats, --steps", least, ">= 1", "write --repeats 3")
@@ -51,7 +47,7 @@ def run_bench(argv: Sequence[str]) -> int:
         key, _, values = text.removeprefix("--").partition("=")
         fits = values and key != "trainer.devices"
         require(fits, "--vary", text, "KEY=A,B,...; trainer.devices by --ranks", "write data.micro_batch_size=1,2")
-        vary.setdefault(key, []).extend(_VALUES.split(values))
+        vary.setdefault(key, []).extend(values.split(","))
     cells = [dict(zip((*vary, "ranks"), row, strict=True)) for row in itertools.product(*vary.values(), ranks)]
     of = json.dumps([recipe.values, options.steps, list(vary)], default=str)
     name = hashlib.sha256(of.encode()).hexdigest()[:8]
@@ -63,8 +59,7 @@ def run_bench(argv: Sequence[str]) -> int:
     has_failed = _run_all(folder, words, cells, options.repeats)
     from lit_fsdp.report.page import write_curves
 
-    rows = _rows(folder / "bench.csv")
-    table, curves = _results(cells, rows)
+    table, curves = _results(cells, _rows(folder / "bench.csv"))
     write_curves("tokens/s by ranks", curves, folder / "bench.html")
     print(table)
     print(f"\n{folder}/bench.csv, {folder}/bench.html", file=sys.stderr)
@@ -78,8 +73,11 @@ def _rows(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def _run_all(folder: Path, words: Sequence[str], cells: Sequence[_Cell], repeats: int) -> bool:
-    """Run what has no finished row yet, the repeats interleaved; a cell that fails is not repeated."""
+def _run_all(folder: Path, words: Sequence[str], cells: _Rows, repeats: int) -> bool:
+    """Run what has no finished row yet, the repeats interleaved; a cell that fails is not repeated.
+
+    A cell has the value of each varied key, and ``ranks``.
+    """
     results, failed = ("tokens_per_second", "peak_memory_gib"), []
     before = _rows(folder / "bench.csv")
     folder.mkdir(parents=True, exist_ok=True)
@@ -104,9 +102,7 @@ def _run_all(folder: Path, words: Sequence[str], cells: Sequence[_Cell], repeats
     return bool(failed)
 
 
-def _results(
-    cells: Sequence[_Cell], rows: Sequence[Mapping[str, str]]
-) -> tuple[str, dict[str, list[tuple[int, float]]]]:
+def _results(cells: _Rows, rows: _Rows) -> tuple[str, dict[str, list[tuple[int, float]]]]:
     """A table of all cells, and by their values tokens/s over ranks.
 
     Efficiency is tokens per second and rank relative to the same values on the fewest ranks.

@@ -18,9 +18,6 @@ from lit_fsdp.config.model import PreferenceModelConfig, schedule_factor
 from lit_fsdp.config.parser import PREFERENCE, load_recipe, read_command_line, read_yaml
 from lit_fsdp.errors import require
 
-_BATCH = 4
-"""Global batch of a miniature."""
-
 
 def run_parity(argv: Sequence[str]) -> int:
     """Run ``lit-fsdp parity`` and return the exit code: 1 if the two sides differ, or a run failed."""
@@ -88,12 +85,8 @@ def _miniature(run: Any) -> list[str]:
     """The smoke fragment, with one rank or several, and accumulation or none, as the recipe has it."""
     ranks = 1 if run.world_size == 1 else 2
     accumulates = accumulation_steps(run.data, run.world_size or 1, run.trainer["accumulate_grad_batches"]) > 1
-    flags = {
-        "trainer.devices": ranks,
-        "data.global_batch_size": _BATCH,
-        "data.micro_batch_size": 1 if accumulates else _BATCH // ranks,
-    }
-    return [f"--config={shipped('debug') / 'smoke.yaml'}", *(f"--{key}={value}" for key, value in flags.items())]
+    batch = ["--data.global_batch_size=4", f"--data.micro_batch_size={1 if accumulates else 4 // ranks}"]
+    return [f"--config={shipped('debug') / 'smoke.yaml'}", f"--trainer.devices={ranks}", *batch]
 
 
 def _runner(folder: Path, words: Sequence[str]) -> Callable[[dict[str, Any]], Any]:
@@ -110,12 +103,11 @@ def _runner(folder: Path, words: Sequence[str]) -> Callable[[dict[str, Any]], An
         key = json.dumps(recipe, sort_keys=True)
         if key not in done:
             print(f"run {len(done) + 1} ...", file=sys.stderr)
-            values, place = nested(recipe), Path(tempfile.mkdtemp(dir=folder))
-            given = values["trainer"]["callbacks"] or []
+            place = Path(tempfile.mkdtemp(dir=folder))
+            (place / "given.yaml").write_text(yaml.safe_dump(nested(recipe)), encoding="utf-8")
             note = {"class_path": "lit_fsdp.callbacks.trace.StepTrace", "init_args": {"file": f"{place}/trace"}}
-            values["trainer"]["callbacks"] = [*(given if isinstance(given, list) else [given]), note]
-            (place / "given.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
-            if failed := run_fit(place, [f"--config={place}/given.yaml", "--samples.prompts=null", *words]):
+            flags = ["--samples.prompts=null", f"--trainer.callbacks+={json.dumps(note)}"]
+            if failed := run_fit(place, [f"--config={place}/given.yaml", *flags, *words]):
                 raise RunRefused(failed)
             done[key] = Trace(**torch.load(place / "trace", weights_only=True))
         return done[key]

@@ -9,7 +9,6 @@ import dataclasses
 import difflib
 import gc
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,10 +17,9 @@ import yaml
 
 from lit_fsdp.commands import parsing
 from lit_fsdp.commands.parsing import RECIPE, columns, verb_parser
-from lit_fsdp.config.data import DEFAULT_BATCH, accumulation_steps
+from lit_fsdp.config.data import accumulation_steps
 from lit_fsdp.config.parser import LoadedRecipe, load_recipe
-from lit_fsdp.config.run import STRATEGY, RunConfig
-from lit_fsdp.errors import ConfigError, require
+from lit_fsdp.errors import require
 from lit_fsdp.host import size_words
 
 
@@ -34,21 +32,9 @@ def run_audit(argv: Sequence[str]) -> int:
     parser.add_argument("--nodes", type=int, help="nodes they are spread over; default: 1 with --ranks")
     parser.add_argument("--json", action="store_true", help="JSON instead of tables on standard output")
     options, words = parser.parse_known_args(argv)
-    run = _loaded(parser, words, options.ranks, options.nodes, "--ranks").run
-    ranks = run.world_size or 1
-    try:
-        accumulation_steps(run.data, ranks, run.trainer["accumulate_grad_batches"])
-    except ConfigError as error:  # on other ranks than the recipe's: the tables do not depend on it
-        if not options.ranks:
-            raise
-        print(f"note: a run on {ranks} ranks would need other batch sizes: {error}", file=sys.stderr)
     from lit_fsdp.audit import audit_recipe, print_recipe_audit
 
-    if run.trainer["accelerator"] == "cpu":
-        from lit_fsdp.parallel.precision import check_device
-
-        check_device(run.strategy, "cpu", STRATEGY)
-    record = audit_recipe(run)
+    record = audit_recipe(_loaded(parser, words, options.ranks, options.nodes, "--ranks").run)
     print(json.dumps(record, indent=1)) if options.json else print_recipe_audit(record)
     return 0
 
@@ -93,22 +79,28 @@ def run_plan(argv: Sequence[str]) -> int:
     if each:
         nodes = nodes or max(1, (gpus or each) // each)
         gpus = nodes * each if gpus is None else gpus
-        numbers = f"{each} on {nodes} node(s) for {gpus} GPUs"
         fits = gpus == nodes * min(each, gpus)  # a single node may be used in part
-        require(fits, "--gpus-per-node", numbers, "--gpus / --nodes", "leave one of the three out")
-    given = _loaded(parser, words, gpus, nodes, "--gpus").run
+        numbers, allowed = f"{each} on {nodes} node(s) for {gpus} GPUs", "--gpus / --nodes; leave one of the three out"
+        require(fits, "--gpus-per-node", numbers, allowed)
+    run = _loaded(parser, words, gpus, nodes, "--gpus").run
+    ranks = run.world_size or 1
+    steps = accumulation_steps(run.data, ranks, run.trainer["accumulate_grad_batches"])
+    data = dataclasses.replace(run.data, global_batch_size=steps * run.data.micro_batch_size * ranks)
+    run = dataclasses.replace(run, data=data, trainer={**run.trainer, "accumulate_grad_batches": None})
     gc.set_threshold(100_000)  # little is thrown away, and looking for it takes a fifth of the time
     from lit_fsdp.plan import memory, search
 
-    gpu = _gpu(options.gpu)
+    gpu = _gpu(options.gpu) if options.gpu else None
     gib = options.memory or (gpu.memory_gib if gpu else None)
     is_sized = gib or not (options.search or options.write)
     require(is_sized, "--search, --write", "no size of a GPU", "--gpu NAME or --memory GIB", "add --gpu h100-80gb")
-    run = _with_global_batch(given)
     found = memory.rank_memory(run)
     if options.savings:
-        lighter = list(search.savings(run, bool(given.trainer["accumulate_grad_batches"])))
-        print(json.dumps(lighter, indent=1) if options.json else _savings_table(found, lighter))
+        lighter = [(size_words(one["num_bytes"]), one["remark"], one["flags"]) for one in search.savings(run)]
+        lighter = lighter or [("-", "no other choice of the planner", "-")]
+        print(f"predicted per rank at the highest moment ({found.step.moment}): {size_words(found.peak)}.")
+        print("Each of these by itself takes less, in the order to try them:")
+        print(columns([("less", "what changes", "to paste"), *lighter], right=("less",)))
         return 0
     taken = memory.step_time(run, gpu)
     record: dict[str, Any] = {
@@ -129,22 +121,18 @@ def run_plan(argv: Sequence[str]) -> int:
         )
     elif gpu is not None:
         lines.append("seconds per step: no operations are known for this architecture, or no rate for this precision")
-    best: dict[str, Any] | None = None
+    best = None
     if gib is not None:
-        record["fits"], rows = found.room(gib) >= 0, search.largest_rows(run, gib)
-        record["largest_micro_batch"] = rows
-        verdict = "fits" if record["fits"] else f"does not fit: {-found.room(gib) / 2**30:.1f} GiB too much"
+        room, rows = found.room(gib), search.largest_rows(run, gib)
+        verdict = "fits" if room >= 0 else f"does not fit: {-room / 2**30:.1f} GiB too much"
         lines += [f"on {gib:g} GiB: {verdict}; largest micro-batch: {rows or 'none'}", ""]
+        best, tried = search.recommend(run, gib, gpu, options.search)
+        record |= {"fits": room >= 0, "largest_micro_batch": rows, "tried": tried, "recommended": best}
         if options.search:
-            record["search"] = search.search(run, gib, gpu)
-            lines += [_search_table(record["search"]), ""]
-            # adapters train something else
-            alike = [one for one in record["search"] if not any(key.startswith("model.lora") for key in one["changes"])]
-            best = next((one for one in alike if one["tokens_per_second"]), None)
-        if best is None:
-            best, reasons = search.recommend(run, gib, gpu)
-            lines += reasons
-        record["recommended"] = best
+            lines += [_search_table(tried), ""]
+        else:
+            too_large = [one for one in tried if not one["fits"]]
+            lines += [f"{one['choice']} needs at least {one['peak'] / 2**30:.1f} GiB" for one in too_large]
     if best is not None:
         changes = "".join(f"\n  {flag}" for flag in search.flags_of(best["changes"])) or " (as the recipe has it)"
         lines.append(f"recommended: {best['choice']}, micro-batch {best['micro_batch_size']}{changes}")
@@ -161,31 +149,13 @@ def run_plan(argv: Sequence[str]) -> int:
     return 0 if gib is None or best is not None else 1
 
 
-def _gpu(name: str | None) -> Any:
+def _gpu(name: str) -> Any:
     from lit_fsdp.metrics.hardware import gpus
 
-    if name is None:
-        return None
     known = {gpu.name: gpu for gpu in gpus()}
-    near = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.3)
-    fix = f"write {near[0]}; or --memory GIB for any other" if near else "write --memory GIB"
-    require(name.lower() in known, "--gpu", name, ", ".join(near or known), fix)
+    near = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.0)
+    require(name.lower() in known, "--gpu", name, ", ".join(near), f"write {near[0]}; or --memory GIB for any other")
     return known[name.lower()]
-
-
-def _with_global_batch(run: RunConfig) -> RunConfig:
-    """The recipe with its samples per step, or the nearest number that its ranks can share out."""
-    asked, steps = run.data.global_batch_size, run.trainer["accumulate_grad_batches"]
-    per_forward = run.data.micro_batch_size * (run.world_size or 1)
-    if asked is None and steps:
-        samples = int(steps) * per_forward
-    else:
-        samples = max(1, round((asked or DEFAULT_BATCH) / per_forward)) * per_forward
-    if asked not in (None, samples):
-        note = f"note: data.global_batch_size {asked} → {samples}: what {run.world_size} ranks can share out"
-        print(note, file=sys.stderr)
-    data = dataclasses.replace(run.data, global_batch_size=samples)
-    return dataclasses.replace(run, data=data, trainer={**run.trainer, "accumulate_grad_batches": None})
 
 
 def _memory_table(found: Any) -> str:
@@ -209,15 +179,6 @@ def _memory_table(found: Any) -> str:
     ]
     rows = [("bytes of the rank that holds most", "GiB"), *((kind, f"{size / 2**30:.2f}") for kind, size in kinds)]
     return columns(rows, right=("GiB",))
-
-
-def _savings_table(found: Any, lighter: Sequence[dict[str, Any]]) -> str:
-    peak = f"predicted per rank at the highest moment ({found.step.moment}): {size_words(found.peak)}"
-    if not lighter:
-        return f"{peak}; no other choice of the planner takes less"
-    rows = [(size_words(one["num_bytes"]), one["remark"], one["flags"]) for one in lighter]
-    table = columns([("less", "what changes", "to paste"), *rows], right=("less",))
-    return f"{peak}. Each of these by itself takes less, in the order to try them:\n{table}"
 
 
 def _search_table(results: Sequence[dict[str, Any]]) -> str:
@@ -245,7 +206,6 @@ def _prepare(argv: Sequence[str]) -> int:
     )
     parser = verb_parser("model prepare", text, _PREPARE, RECIPE)
     parser.add_argument("--name", help="hub name, folder or GGUF file; default: model.name of the recipe")
-    parser.add_argument("--json", action="store_true", help="JSON instead of lines on standard output")
     options, words = parser.parse_known_args(argv)
     words += [f"--model.name={options.name}"] if options.name else []
     config = load_recipe(words, "model", parsing.flags_of(parser)).run.model
@@ -253,10 +213,6 @@ def _prepare(argv: Sequence[str]) -> int:
     from lit_fsdp.speak import speak
 
     speak()
-    record = prepare_model(config)
-    if options.json:
-        print(json.dumps(record, indent=1))
-        return 0
-    for what in ("weights", "tokenizer"):
-        print(f"{what:<10}{record[what] or 'made here, nothing to fetch'}")
+    for what, folder in prepare_model(config).items():
+        print(f"{what:<10}{folder or 'made here, nothing to fetch'}")
     return 0

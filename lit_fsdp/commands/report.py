@@ -14,8 +14,7 @@ def run_report(argv: Sequence[str]) -> int:
     text = "Write the page that ends each fit anew, of a killed run too, or one page that compares runs."
     parser = verb_parser("report", text, "lit-fsdp report runs/smoke")
     parser.add_argument("runs", metavar="RUN", type=Path, nargs="+", help="run folders")
-    out_text = "file; default: report.html in the run folder, of several runs here"
-    parser.add_argument("-o", "--out", type=Path, help=out_text)
+    parser.add_argument("-o", "--out", type=Path, help="file; default: report.html in the run folder, of several here")
     options = parse(parser, argv)
     from lit_fsdp.report.page import NAME, read_run, write_page
 

@@ -100,21 +100,12 @@ def advice(records: Sequence[Mapping[str, Any]]) -> list[str]:
         pairs = zip(records, totals, strict=True)
         return max(sum(record["phases"][phase][column] for phase in phases) / total["all"] for record, total in pairs)
 
+    larger = "a larger data.micro_batch_size"
     cases = [
-        (share("all", "data wait"), 0.1, "of the step waits for data: data.num_workers: 2 reads ahead in processes"),
-        (
-            share("exposed communication", *PHASES),
-            0.15,
-            "of the step is communication that nothing hides: a larger data.micro_batch_size sends the same for more "
-            "tokens; sharding: shard_grad_op gathers once per step, hybrid_shard inside a node only",
-        ),
-        (
-            share("idle", "forward", "backward"),
-            0.25,
-            "of the step nothing runs while operators are being called: a larger data.micro_batch_size, or the "
-            "strategy's compile: true, makes them fewer and larger",
-        ),
+        (share("all", "data wait"), 0.1, "waits for data: data.num_workers: 2 reads ahead in processes"),
+        (share("exposed communication", *PHASES), 0.15, f"is sending that nothing hides: {larger}, or shard_grad_op"),
+        (share("idle", "forward", "backward"), 0.25, f"passes while operators are called: {larger}, or compile: true"),
     ]
     least = min(total["compute"] / total["all"] for total in totals)
     nothing = f"nothing stands out: computing takes {least:.0%} of the step; lit-fsdp bench compares choices"
-    return [f"{part:.0%} {text}" for part, large, text in cases if part >= large] or [nothing]
+    return [f"{part:.0%} of the step {text}" for part, large, text in cases if part >= large] or [nothing]

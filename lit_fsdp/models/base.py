@@ -73,7 +73,8 @@ class BaseWeights:
     """
 
     def __init__(self, source: ModelSource, saved: Mapping[str, Any], trust_remote_code: bool) -> None:
-        model = build_on_meta(source.hf_config, "eager", trust_remote_code)
+        self.model = model = build_on_meta(source.hf_config, "eager", trust_remote_code)
+        """On meta."""
         self._weights = open_weights(source, model, saved.get("seed", 0))
         self._quantized = {f"{name}.weight" for name in linear_layers(model)} if saved.get("quantize") else set()
         self._double = bool(saved.get("double_quantization"))

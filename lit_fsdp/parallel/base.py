@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import logging
 import re
@@ -10,8 +9,8 @@ import socket
 import threading
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -122,7 +121,6 @@ class EngineStrategy(Checkpoints):
     num_nodes: int
     num_processes: int
     world_size: int
-    global_rank: int
     _launcher: Any
     _layer_sync: Any  # of Trainer(sync_batchnorm=True)
 
@@ -134,7 +132,6 @@ class EngineStrategy(Checkpoints):
         self.loss_divisor = 1024.0 if is_fp16 else 1.0
         self._root = None
         self._owner: Any = None
-        self._broadcast_done: dict[int, torch.Tensor] = {}
         self._ties = {}
         self.plan: UnitPlan | None = None
         self.audit: dict[str, Any] = {}
@@ -160,10 +157,6 @@ class EngineStrategy(Checkpoints):
     @abstractmethod
     def _no_sync(self) -> AbstractContextManager[Any]:
         """A context in which a backward pass reduces nothing."""
-
-    def realized_units(self) -> set[str]:
-        """Names of the modules that really are FSDP units, the root as ``""``."""
-        return {*units_already_wrapped(self.lightning_module), ""}
 
     def _start_process_group(self) -> None:
         super().setup_environment()  # type: ignore[misc]
@@ -204,7 +197,6 @@ class EngineStrategy(Checkpoints):
             return
         launch = self._launcher.launch
 
-        @functools.wraps(launch)
         def launch_checked(function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
             self.check_environment(trainer, self.lightning_module, trainer.state.fn)
             return launch(function, *args, trainer=trainer, **kwargs)
@@ -293,7 +285,6 @@ class EngineStrategy(Checkpoints):
                 self._watch_unit(unit, owners, "fp32" if unit in fp32 else config.precision_config.row.compute)
         if not is_ours:  # which is given token ids
             self._cast_for_layers(module, plan)
-        self._broadcast_done.clear()
         self._to_device(module)
         if config.precision_config.buffer_dtype is not None:
             cast_buffers(module, TORCH_DTYPES[config.precision_config.buffer_dtype])
@@ -306,7 +297,7 @@ class EngineStrategy(Checkpoints):
             "replicate_degree": self.world_size // shards,
             "replaced": config.replaced,
         }
-        different = self.realized_units() ^ {unit.name for unit in plan.units}
+        different = units_already_wrapped(module).keys() ^ plan.modules.keys()
         if config.is_sharded and different:
             raise ContractError(f"FSDP units differ from the plan: {sorted(different)}")
         if config.verbose:
@@ -359,9 +350,8 @@ class EngineStrategy(Checkpoints):
                 if tensor is None or tensor.is_meta or isinstance(tensor, DTensor):
                     continue
                 tensor.data = tensor.data.to(self.root_device)
-                if self.config.sync_module_states and id(tensor) not in self._broadcast_done:
+                if self.config.sync_module_states:
                     dist.broadcast(tensor.data, src=0)
-                    self._broadcast_done[id(tensor)] = tensor
 
     def _cast_for_layers(self, module: nn.Module, plan: UnitPlan) -> None:
         """Cast what is given to layers that no engine casts for, not the batch: in the root, or low_precision."""
@@ -382,13 +372,12 @@ class EngineStrategy(Checkpoints):
     def _take_over(self, entrance: Entrance) -> None:
         """Go on with a module that the strategy of another Trainer has sharded, which nothing can undo."""
         before = entrance.strategy
-        for field in dataclasses.fields(self.config):
-            ours, theirs = getattr(self.config, field.name), getattr(before.config, field.name)
-            given = f"{ours} for a module that another Trainer has sharded with {theirs}"
-            allowed = f"{theirs}; or a new module, into which lit_fsdp.load_weights(module, path) brings a checkpoint"
-            require(ours == theirs or field.name in _FREE_CHOICES, f"{self.path}.{field.name}", given, allowed)
-        allowed = f"{before.world_size}, by which the module is sharded"
-        require(self.world_size == before.world_size, "trainer.devices", self.world_size, allowed)
+        ours, theirs = ({**vars(s.config), "number of ranks": s.world_size} for s in (self, before))
+        given = {name: value for name, value in ours.items() if value != theirs[name] and name not in _FREE_CHOICES}
+        sharded_with = {name: theirs[name] for name in given}
+        allowed = f"{sharded_with}, with which another Trainer has sharded this module"
+        fix = "make a new module, into which lit_fsdp.load_weights(module, path) brings a checkpoint"
+        require(not given, self.path, given, allowed, fix)
         for name in ("plan", "audit", "mesh", "replicated", "_root", "_ties", "_used", "_noted"):  # known to hooks
             setattr(self, name, getattr(before, name))
         self._plugin.autocast, entrance.strategy = before._plugin.autocast, self
@@ -424,7 +413,10 @@ class EngineStrategy(Checkpoints):
             for name, param in gathered:
                 if not param.requires_grad:
                     continue
-                note = functools.partial(_add, self._used, name)
+
+                def note(_: torch.Tensor, name: str = name) -> None:
+                    self._used.add(name)
+
                 if not param.is_leaf:
                     param.register_hook(note)
                 elif self._noted.get(id(param)) is not param:
@@ -461,47 +453,31 @@ class EngineStrategy(Checkpoints):
                 if buffer is not None and buffer.is_floating_point() and name not in child._non_persistent_buffers_set:
                     dist.broadcast(buffer, src=0)
 
-    def _check_batches(self, of: str) -> None:
-        """Refuse loaders with more batches on some ranks, which would wait for the others for good; collective."""
-        if self.config.is_sharded:
-            found = Ranks().run("counting batches", lambda: getattr(self.lightning_module.trainer, of))
+    def on_train_start(self) -> None:
+        """Train or evaluate a model as a checkpoint would hold it, in as many steps on every rank; collective."""
+        trainer = self.lightning_module.trainer
+        numbers = {"train": "num_training_batches", "test": "num_test_batches", "predict": "num_predict_batches"}
+        of = numbers.get(trainer.state.stage.value, "num_val_batches")
+        if self.config.is_sharded:  # ranks with more batches than others would wait for these for good
+            found = Ranks().run("counting batches", lambda: getattr(trainer, of))
             allowed = "as many on every rank, by a sampler of your own (use_distributed_sampler=False); or engine ddp"
             require(found.count(found[0]) == len(found), f"trainer.{of}", " and ".join(map(str, found)), allowed)
-
-    def on_train_start(self) -> None:
-        """Train in as many steps on every rank."""
-        self._check_batches("num_training_batches")
-
-    def on_validation_start(self) -> None:
-        """Evaluate the model that a checkpoint would hold, in as many steps on every rank."""
-        others = {"test": "num_test_batches", "predict": "num_predict_batches"}
-        self._check_batches(others.get(str(self.lightning_module.trainer.state.fn.value), "num_val_batches"))
         self._sync_buffers()
 
-    on_test_start = on_predict_start = on_validation_start
+    on_validation_start = on_test_start = on_predict_start = on_train_start
 
-    @contextmanager
-    def averaging_alone(self) -> Iterator[None]:
-        """Around a backward pass: average the gradients that no engine reduces; collective."""
+    def average_alone(self) -> None:
+        """Average the gradients that no engine reduces, after a backward pass added to equal ones; collective."""
         alone = [p for p in self.replicated if p.requires_grad] if self.world_size > 1 else []
-        before = [p.grad for p in alone]
-        for param in alone:
-            param.grad = None
-        yield
         has_grad = self._on_any_rank([p.grad is not None for p in alone]).tolist() if alone else []
-        for param, old, has in zip(alone, before, has_grad, strict=True):
+        for param, has in zip(alone, has_grad, strict=True):
             if has:
-                grad = torch.zeros_like(param) if param.grad is None else param.grad
-                dist.all_reduce(grad.div_(self.world_size))
-                param.grad = grad if old is None else old + grad
-            else:
-                param.grad = old
+                param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+                dist.all_reduce(param.grad.div_(self.world_size))
 
-    @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
+    def block_backward_sync(self) -> Any:
         """Around all micro-batches of a global batch but the last."""
-        with nullcontext() if self.config.sync_each_micro_batch else self._no_sync():
-            yield
+        return nullcontext() if self.config.sync_each_micro_batch else self._no_sync()
 
     def backward(self, closure_loss: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Backward pass; until the first optimizer step the dtypes of reductions are recorded."""
@@ -529,10 +505,6 @@ class EngineStrategy(Checkpoints):
             lost = f"{where} lost contact: another rank failed, was killed, hangs or is cut off; see its own log"
             exception.add_note(lost if is_lost else f"this was raised on {where}")
         super().on_exception(exception)  # type: ignore[misc]
-
-
-def _add(names: set[str], name: str, _: torch.Tensor) -> None:
-    names.add(name)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

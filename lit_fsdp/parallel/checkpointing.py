@@ -156,9 +156,7 @@ class Checkpoints:
         names = {name.rpartition("/")[0] for name in saved}  # parameters that were never used have none
         optimizers: list[dict[str, Any]] = []
         for index, optimizer in enumerate(self.optimizers):
-            found: dict[str, Any] = {"state": {}, "param_groups": []}
-            if any(name.startswith(_optim_prefix(index)) for name in saved):
-                found = self.optimizer_state(optimizer, is_template=True)
+            found = self.optimizer_state(optimizer, is_template=True)
             found["state"] = {n: entry for n, entry in found["state"].items() if f"{_optim_prefix(index)}{n}" in names}
             optimizers.append(found)
             templates.update(_flat_optimizer(found, index))
@@ -194,9 +192,7 @@ class Checkpoints:
             params = [param for group in saved["param_groups"] for param in group["params"]]
             here = [name for group in self.optimizer_state(optimizer)["param_groups"] for name in group["params"]]
             if len(params) != len(here):
-                raise CheckpointError(
-                    f"{path}: its optimizer has {len(params)} parameters, that of the run {len(here)}"
-                )
+                raise CheckpointError(f"{path}: its optimizer has {len(params)} parameters, the run's {len(here)}")
             # named there, or numbered in the order of the optimizer
             names = {p: p if isinstance(p, str) else name for p, name in zip(params, here, strict=True)}
             groups = [{**group, "params": [names[p] for p in group["params"]]} for group in saved["param_groups"]]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
-from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -23,20 +21,10 @@ from lit_fsdp.parallel.units import UnitPlan
 class ReplicatedStrategy(EngineStrategy, DDPStrategy):
     """``DistributedDataParallel`` around the LightningModule, or (``single``) the LightningModule as it is."""
 
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        """Tensors are loaded into the model that is on its device."""
-        return True
+    restore_checkpoint_after_setup = True  # tensors are loaded into the model that is on its device
+    lightning_restore_optimizer = False  # the strategy loads optimizer tensors itself
 
-    @property
-    def lightning_restore_optimizer(self) -> bool:
-        """The strategy loads optimizer tensors itself."""
-        return False
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Nothing: :meth:`load_checkpoint` has loaded it."""
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+    def load_model_state_dict(self, *_: Any, **__: Any) -> None:
         """Nothing: :meth:`load_checkpoint` has loaded it."""
 
     def _no_sync(self) -> AbstractContextManager[Any]:
@@ -54,10 +42,9 @@ class ReplicatedStrategy(EngineStrategy, DDPStrategy):
         # Looking for unused parameters keeps the buckets as they are. Otherwise they are laid out anew after the first
         # step of a process, which changes the order of summation: a resumed run would not be bit-equal.
         warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
-        known = inspect.signature(DistributedDataParallel).parameters
-        buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"  # torch < 2.13
-        options: dict[str, Any] = {buffers: False, "find_unused_parameters": self.config.find_unused_parameters}
-        wrapped = DistributedDataParallel(module, device_ids=on_device, init_sync=False, **options)
+        unused = self.config.find_unused_parameters
+        wrapped = DistributedDataParallel(module, device_ids=on_device, init_sync=False, find_unused_parameters=unused)
+        wrapped.broadcast_buffers = False  # its argument is called differently from torch 2.13 on
         # not the function itself: DDP compares its annotations, which are strings in this file
         wrapped.register_comm_hook(TORCH_DTYPES[row.reduce], lambda dtype, bucket: _average(dtype, bucket))
         return wrapped

@@ -1,14 +1,9 @@
-"""``verbose``: what each rank holds, in ``debug/rank-N.json`` of the run folder.
-
-A hanging rank that gets SIGUSR2 appends the Python stack of each of its threads to ``debug/rank-N.stacks.txt``.
-"""
+"""``verbose``: what each rank holds, in ``debug/rank-N.json`` of the run folder."""
 
 from __future__ import annotations
 
-import faulthandler
 import json
 import os
-import signal
 import socket
 from pathlib import Path
 
@@ -20,7 +15,7 @@ from lit_fsdp.parallel.units import clean_name, unsharded_numels
 
 
 def write_rank(folder: Path, module: nn.Module, root: nn.Module, mesh: DeviceMesh) -> None:
-    """Write this rank's file, and let SIGUSR2 write its stacks beside it."""
+    """Write this rank's file."""
     path = folder / f"rank-{mesh.get_rank()}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     states, whole = [], unsharded_numels(root)
@@ -31,5 +26,3 @@ def write_rank(folder: Path, module: nn.Module, root: nn.Module, mesh: DeviceMes
         states.append({"name": clean_name(name), **sizes, **kind})
     place = {"rank": mesh.get_rank(), "mesh": mesh.get_coordinate(), "host": socket.gethostname(), "pid": os.getpid()}
     path.write_text(json.dumps({**place, "states": states}, indent=1) + "\n")
-    faulthandler.unregister(signal.SIGUSR2)  # Lightning has undone that of an earlier fit, unnoticed
-    faulthandler.register(signal.SIGUSR2, file=path.with_suffix(".stacks.txt").open("a", encoding="utf-8"))

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import warnings
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -34,12 +32,10 @@ _PREFETCH = {"pre": BackwardPrefetch.BACKWARD_PRE, "post": BackwardPrefetch.BACK
 class FSDP1Strategy(EngineStrategy, FSDPStrategy):
     """``FullyShardedDataParallel`` around every unit and the LightningModule, always with original parameters."""
 
-    @contextmanager
-    def model_sharded_context(self) -> Iterator[None]:
+    def model_sharded_context(self) -> AbstractContextManager[Any]:  # type: ignore[override]
         """Nothing is wrapped while the model is built, :meth:`setup` wraps; ``wrap: manual`` makes ``wrap()`` work."""
         manual = self.config.wrap_config.manual
-        with enable_wrap(wrapper_cls=FullyShardedDataParallel, **self.unit_options()) if manual else nullcontext():
-            yield
+        return enable_wrap(wrapper_cls=FullyShardedDataParallel, **self.unit_options()) if manual else nullcontext()
 
     def _no_sync(self) -> AbstractContextManager[Any]:
         root: Any = self._root
@@ -80,14 +76,11 @@ class FSDP1Strategy(EngineStrategy, FSDPStrategy):
     def unit_options(self) -> dict[str, Any]:
         """Keyword arguments of FSDP1 for one unit; ``wrap()`` in ``configure_model`` gets them."""
         row, config, mixed = self.config.precision_config.row, self.config, None
-        # One rank shards nothing, and no_shard is deprecated in favor of DDP: both are said by the recipe.
-        warnings.filterwarnings("ignore", message=".*(NO_SHARD|switching to use).*")
         if row.compute != row.param or row.reduce != row.param:
             mixed = MixedPrecision(
                 param_dtype=TORCH_DTYPES[row.compute],
                 reduce_dtype=TORCH_DTYPES[row.reduce],
                 cast_forward_inputs=True,
-                cast_root_forward_inputs=True,
                 _module_classes_to_ignore=(),  # it would make units of its own of batch norms
             )
         assert not isinstance(config.backward_prefetch, int)

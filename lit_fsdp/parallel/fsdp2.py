@@ -24,14 +24,10 @@ class FSDP2Strategy(EngineStrategy, ModelParallelStrategy):
     def _start_process_group(self) -> None:
         ParallelStrategy.setup_environment(self)  # Lightning's own would build a second mesh
         self._setup_distributed()
-        world: Any = dist.group.WORLD  # so that no further group is made for the mesh of Lightning's name
+        # Lightning's name for the ranks that take samples of their own: all, in a group that is there already
+        world: Any = dist.group.WORLD
         self._device_mesh = DeviceMesh.from_group(world, self.root_device.type, mesh_dim_names=("data_parallel",))
         self.lightning_module._device_mesh = self._device_mesh
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Every rank takes its own samples, whatever the mesh."""
-        return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     def reshard(self) -> None:
         """Free what is still gathered."""

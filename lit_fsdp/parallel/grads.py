@@ -17,7 +17,6 @@ import torch.distributed as dist
 from lightning.pytorch.plugins import Precision
 from torch.distributed.tensor import DTensor
 
-from lit_fsdp.checkpoint.ranks import Ranks
 from lit_fsdp.config.strategy import NonFinite
 from lit_fsdp.errors import NonFiniteGradientError
 
@@ -38,7 +37,6 @@ class GuardedSteps(Precision):
 
     last_grad_norm: torch.Tensor | None = None  # before clipping; an fp32 scalar, equal on all ranks of a copy
     autocast: tuple[str, torch.dtype] | None = None  # device type and dtype of the LightningModule's steps
-    _own_loss: torch.Tensor | float = 0.0
 
     def __init__(self, policy: NonFinite, is_fp16: bool, strategy: Any) -> None:
         self.policy, self.strategy = policy, strategy
@@ -57,10 +55,7 @@ class GuardedSteps(Precision):
             self.loss_scale, self.num_overflow_steps = self.loss_scale / 2, self.num_overflow_steps + 1
             _log.info("fp16 overflow: step skipped, loss scale now %g", self.loss_scale)
             return False
-        is_finite = bool(torch.as_tensor(self._own_loss).isfinite().all())
-        everyone = Ranks().run("looking for the loss that is not finite", lambda: is_finite)
-        culprits = [rank for rank, fine in enumerate(everyone) if not fine]
-        found = f"the gradients hold inf or nan (ranks whose loss was not finite: {culprits or 'none'})"
+        found = "the gradients hold inf or nan"
         if self.policy == "error":
             fix = "lower the learning rate, clip (trainer.gradient_clip_val: 1.0), or set nonfinite_gradients: skip"
             raise NonFiniteGradientError(f"{found}; parameters are as before this step\n  fix:     {fix}")
@@ -68,9 +63,8 @@ class GuardedSteps(Precision):
         _log.warning("%s: step skipped (%d so far)", found, self.num_skipped_steps)
         if self.in_a_row >= _SKIPPED_IN_A_ROW:
             text = f"{self.in_a_row} optimizer steps in a row were skipped for inf or nan in the gradients"
-            raise NonFiniteGradientError(
-                text + "\n  fix:     lower the learning rate, or resume from an earlier checkpoint"
-            )
+            fix = "lower the learning rate, or resume from an earlier checkpoint"
+            raise NonFiniteGradientError(f"{text}\n  fix:     {fix}")
         return False
 
     def state_dict(self) -> dict[str, Any]:
@@ -87,13 +81,12 @@ class GuardedSteps(Precision):
 
     def backward(self, *args: Any, **kwargs: Any) -> None:
         """The backward pass, before ``on_after_backward`` looks at gradients."""
-        with self.strategy.averaging_alone():
-            super().backward(*args, **kwargs)
+        super().backward(*args, **kwargs)
+        self.strategy.average_alone()
 
     def pre_backward(self, tensor: torch.Tensor, module: Any) -> torch.Tensor:
         """The loss that is differentiated: times the loss scale of fp16."""
         tensor = super().pre_backward(tensor, module)
-        self._own_loss = self._own_loss + tensor.detach()  # read only when something went wrong
         return tensor if self.loss_scale is None else tensor * self.loss_scale
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:  # type: ignore[override]
@@ -113,9 +106,7 @@ class GuardedSteps(Precision):
         for param, is_used in zip(params, norm_and_used[1:], strict=True):
             if not is_used:
                 param.grad = None
-        allowed = self.allows(norm_and_used[0])
-        self._own_loss = 0.0
-        if not allowed:
+        if not self.allows(norm_and_used[0]):
             optimizer._opt_called = True  # else the schedule warns that no step came before its own
             return result
         self.strategy.reshard()

@@ -49,13 +49,10 @@ class Materializer:
                 continue
             full_name = f"{name}.{attribute}" if name else attribute
             first = self.first_name.get(full_name, full_name)
-            if first not in self._tied:
-                filled = self._parameter(name, module, attribute, param)
-                if first not in self.first_name.values():
-                    setattr(module, attribute, filled)  # an LSTM keeps a second list of them
-                    continue
+            filled = self._tied[first] if first in self._tied else self._parameter(name, module, attribute, param)
+            if first in self.first_name.values():
                 self._tied[first] = filled
-            setattr(module, attribute, self._tied[first])
+            setattr(module, attribute, filled)  # an LSTM keeps a second list of them
         for attribute, buffer in list(module._buffers.items()):
             if buffer is not None and buffer.is_meta:
                 module._buffers[attribute] = self.read(name, module, attribute, None).to(self.device)

@@ -70,18 +70,10 @@ def cast_parameters(model: nn.Module, config: StrategyConfig) -> DtypeName | Non
     """Cast all parameters to their storage dtypes in place; the dtype of frozen ones beside adapters, else ``None``."""
     row = config.precision_config.row
     frozen = config.frozen_dtype if any(hasattr(module, "peft_config") for module in model.modules()) else None
-    done: dict[int, nn.Parameter] = {}
     packed = packed_weights(model)
-    for module in model.modules():
-        for name, param in module._parameters.items():
-            if param is None or not param.is_floating_point():
-                continue
-            dtype = TORCH_DTYPES[row.param if frozen is None or param.requires_grad else frozen]
-            if param.dtype == dtype or id(param) in packed:
-                continue
-            if id(param) not in done:
-                done[id(param)] = nn.Parameter(param.detach().to(dtype), param.requires_grad)
-            setattr(module, name, done[id(param)])  # an LSTM keeps a second list of them
+    for param in model.parameters():
+        if param.is_floating_point() and id(param) not in packed:
+            param.data = param.data.to(TORCH_DTYPES[row.param if frozen is None or param.requires_grad else frozen])
     return frozen
 
 
@@ -92,10 +84,9 @@ def declared_dtypes(row: DtypeRow, frozen: DtypeName | None) -> dict[str, str]:
 
 def cast_buffers(model: nn.Module, dtype: torch.dtype) -> None:
     """Cast all floating-point buffers in place, once: rotary frequencies lose positions in bf16, so it is a choice."""
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_floating_point():
-                module._buffers[name] = buffer.to(dtype)
+    for buffer in model.buffers():
+        if buffer.is_floating_point():
+            buffer.data = buffer.data.to(dtype)
 
 
 def cast_inputs(module: nn.Module, dtype: torch.dtype) -> None:

@@ -53,11 +53,6 @@ class UnitPlan:
         """Of the whole model; a tied weight counts once."""
         return sum(unit.num_params for unit in self.units)
 
-    @property
-    def root_share(self) -> float:
-        """Share of all parameters left in the root unit, 0 to 1."""
-        return self.units[-1].num_params / max(1, self.num_params)
-
 
 def plan_for(module: nn.Module, config: StrategyConfig, path: str) -> UnitPlan:
     """:func:`plan_units` as the factory's arguments say; units inside blocks that are to be compiled are refused."""
@@ -106,6 +101,7 @@ def plan_units(model: nn.Module, wrap: WrapConfig, path: str = "wrap", fp32: Col
 
 def audit(plan: UnitPlan, shard_degree: int, recompute: Mapping[str, str]) -> dict[str, Any]:
     """The plan as plain data for ``audit.json`` and the table: one row per unit and the totals."""
+    total = max(1, plan.num_params)
     rows = [
         {
             "name": unit.name or "(root)",
@@ -114,7 +110,7 @@ def audit(plan: UnitPlan, shard_degree: int, recompute: Mapping[str, str]) -> di
             "num_trainable": unit.num_trainable,
             "num_bytes": unit.num_bytes,
             "quantization_bytes": unit.quantization_bytes,
-            "share": unit.num_params / max(1, plan.num_params),
+            "share": unit.num_params / total,
             "tied": list(unit.tied),
             "recompute": recompute.get(unit.name, "no"),
         }
@@ -125,7 +121,7 @@ def audit(plan: UnitPlan, shard_degree: int, recompute: Mapping[str, str]) -> di
         "num_params": plan.num_params,
         "num_trainable": sum(unit.num_trainable for unit in plan.units),
         "num_units": len(rows),
-        "root_share": plan.root_share,
+        "root_share": plan.units[-1].num_params / total,
         "kept_together_by_tied_weights": list(plan.kept_together),
         "shard_degree": shard_degree,
         "units": rows,

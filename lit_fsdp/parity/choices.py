@@ -26,20 +26,17 @@ _SHARED = (
     *(f"{MODEL}.{key}" for key in ("name", "tokenizer", "miniature", "trust_remote_code")),
     *(f"{DATA}.{key}" for key in ("train", "format", "columns", "seed", "shuffle", "streaming")),
     *(f"{DATA}.{key}" for key in ("val", "val_split", "test", "predict")),
-    *(f"trainer.{key}" for key in ("logger", "profiler", "default_root_dir", "log_every_n_steps")),
-    *(f"trainer.{key}" for key in ("val_check_interval", "check_val_every_n_epoch", "limit_val_batches")),
+    *(f"trainer.{key}" for key in ("profiler", "default_root_dir", "val_check_interval", "check_val_every_n_epoch")),
 )
 """The model, the rows, and what does not change how a recipe trains: both sides have it from the first recipe."""
+_NONE = ("attn_implementation", "neftune_alpha", "loss.chunk_tokens", "optim.optimizer_args")
 _OFF = {
     "trainer.callbacks": None,
     f"{STRATEGY}.precision": "fp32",
-    f"{MODEL}.attn_implementation": None,
-    f"{MODEL}.neftune_alpha": None,
+    **{f"{MODEL}.{key}": None for key in _NONE},
     f"{MODEL}.loss.backend": "plain",
-    f"{MODEL}.loss.chunk_tokens": None,
     f"{MODEL}.lora.dropout": 0.0,
     f"{MODEL}.optim.optimizer": ADAMW,
-    f"{MODEL}.optim.optimizer_args": None,
     f"{STRATEGY}.activation_checkpointing": "none",
     f"{STRATEGY}.compile": False,
     f"{STRATEGY}.cpu_offload": False,

@@ -11,8 +11,6 @@ import torch
 
 _MOST = 2**14
 """Elements kept of a parameter, evenly spread over it, or nearly twice as many; of a miniature that is all."""
-
-
 Apart = tuple[float | None, float | None, float]
 """Relative differences of two runs in one step: of loss and gradient norm, None where one of them does not tell, and
 ‖Δ‖ of all weights by how far the first run has moved them from its start; before the first step by ‖w‖."""
@@ -47,20 +45,10 @@ class Comparison:
     """That decides what is allowed."""
     losses: list[tuple[float | None, float | None]]
     steps: list[Apart]
-
-    @property
-    def first(self) -> int | None:
-        """The first step in which they differ by more than is allowed."""
-        return next((number for number, step in enumerate(self.steps) if self._size(step) > 1), None)
-
-    @property
-    def largest(self) -> float:
-        """The largest difference in units of what is allowed."""
-        return max(map(self._size, self.steps))
-
-    def _size(self, step: Apart) -> float:
-        pairs = zip(step, TOLERANCES[self.dtype], strict=True)
-        return max(math.inf if math.isnan(value) else value / most for value, most in pairs if value is not None)
+    first: int | None
+    """The first step in which they differ by more than is allowed."""
+    largest: float
+    """The largest difference in units of what is allowed."""
 
 
 def compare(one: Trace, other: Trace) -> Comparison:
@@ -77,15 +65,20 @@ def compare(one: Trace, other: Trace) -> Comparison:
         (_relative(*losses[step]), _relative(*norms[step]), _weights_apart(one, other, step))
         for step in range(len(losses))
     ]
-    return Comparison(dtype, losses, steps)
+    sizes = [_size(step, TOLERANCES[dtype]) for step in steps]
+    first = next((number for number, size in enumerate(sizes) if size > 1), None)
+    return Comparison(dtype, losses, steps, first, max(sizes))
+
+
+def _size(step: Apart, allowed: tuple[float, float, float]) -> float:
+    pairs = zip(step, allowed, strict=True)
+    return max(math.inf if math.isnan(value) else value / most for value, most in pairs if value is not None)
 
 
 def _relative(one: float | None, other: float | None) -> float | None:
     if one is None or other is None:
         return None
-    if one == other:
-        return 0.0
-    return abs(one - other) / max(abs(one), abs(other))
+    return 0.0 if one == other else abs(one - other) / max(abs(one), abs(other))
 
 
 def _weights_apart(one: Trace, other: Trace, step: int) -> float:

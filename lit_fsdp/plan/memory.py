@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lit_fsdp.audit import CausalLMModule, device_type, settled_strategy, state_per_rank
+from lit_fsdp.audit import CausalLMModule, settled_strategy, state_per_rank
 from lit_fsdp.config.data import DEFAULT_BATCH, accumulation_steps
 from lit_fsdp.config.model import ModelConfig, PreferenceModelConfig
 from lit_fsdp.config.run import STRATEGY, RunConfig
-from lit_fsdp.config.strategy import Sharding, StrategyConfig, mesh_shape
+from lit_fsdp.config.strategy import StrategyConfig, mesh_shape
 from lit_fsdp.metrics.flops import flop_formula
 from lit_fsdp.metrics.hardware import Gpu
 from lit_fsdp.models.build import build_trainable
@@ -27,12 +27,11 @@ T = TypeVar("T")
 
 # Assumed: what no tensor shows on a GPU (the CUDA context, NCCL's buffers, workspaces of cuBLAS); the share of its
 # memory that tensors may fill, without what the driver keeps and what fragments; of a node, one port of 400 Gbit/s in
-# each direction; the share of the peak at which blocks compute; a step of a ring, whatever it carries, on InfiniBand.
+# each direction; the share of the peak at which blocks compute.
 OVERHEAD_BYTES = int(1.5 * 2**30)
 USABLE = 0.97
 NETWORK_GB_PER_SECOND = 50.0
 PEAK_SHARE = 0.4
-RING_STEP_SECONDS = 1e-5
 _GATHERS = {"full_shard": 2, "shard_grad_op": 1, "no_shard": 0, "hybrid_shard": 2, "hybrid_shard_zero2": 1}
 
 
@@ -82,11 +81,7 @@ def rank_memory(run: RunConfig) -> RankMemory:
     strategy, state = settled_strategy(run), _largest_state(run)
     params = list(_planned(run)[0].parameters())
     steps = accumulation_steps(run.data, run.world_size, run.trainer["accumulate_grad_batches"])
-    rows_per_sample = 1 + isinstance(run.model, PreferenceModelConfig)
-    shape = run.data.micro_batch_size * rows_per_sample, run.data.max_seq_length
-    mesh = mesh_shape(strategy, run.num_nodes, run.world_size, STRATEGY)
-    on_cpu = device_type(run) == "cpu"
-    step = step_memory(run.model, strategy, shape, mesh, state["gradient_bytes"], steps > 1, on_cpu)
+    step = step_memory(run, state["gradient_bytes"], accumulates=steps > 1)
     row = strategy.precision_config.row
     if steps > 1 and strategy.is_sharded and not strategy.sync_each_micro_batch:
         # whole gradients wait on the device for the last micro-batch, in the dtype in which they are reduced
@@ -154,56 +149,26 @@ def _state_of(rank: dict[str, int]) -> int:
 
 # What an optimizer step sends. Every collective is counted as a ring over its ranks, neighbors in the same node side by
 # side, as NCCL lays them: an all-gather or reduce-scatter of S bytes over n ranks makes each rank pass on S (n-1)/n
-# bytes in n-1 steps, an all-reduce twice that. A ring leaves a node once, so these are also the bytes that leave the
-# node, however many of its ranks are in the ring; rings of different ranks of a node (the copies of hybrid sharding)
-# add up.
+# bytes, an all-reduce twice that. A ring leaves a node once, so these are also the bytes that leave the node, however
+# many of its ranks are in the ring; rings of different ranks of a node (the copies of hybrid sharding) add up.
 
 
-@dataclass(frozen=True)
-class Traffic:
-    """What one optimizer step sends: from a rank to its neighbor, and out of a node in so many steps of rings."""
+def sent_bytes(gathered: float, reduced: float, mesh: tuple[int, int], ranks_per_node: int = 8) -> tuple[float, float]:
+    """Bytes that an optimizer step makes a rank pass on to its neighbor, and a node to the next one, at most.
 
-    rank_bytes: float
-    node_bytes: float
-    ring_steps: int
-
-    def seconds(self, bytes_per_second: float) -> float:
-        """Time on the network at this rate per node and direction, if nothing hides it."""
-        return self.node_bytes / bytes_per_second + self.ring_steps * RING_STEP_SECONDS
-
-
-def step_traffic(
-    num_params: int,
-    num_units: int,
-    sharding: Sharding,
-    mesh: tuple[int, int],
-    ranks_per_node: int = 8,
-    gather_bytes: int = 2,
-    reduce_bytes: float = 4,
-    forwards: int = 1,
-    reductions: int = 1,
-) -> Traffic:
-    """Count what an optimizer step sends at most: the root unit stays gathered, and small messages go in trees.
-
-    Parameters are gathered for the forward and, unless they stay gathered (``shard_grad_op``, ``hybrid_shard_zero2``),
-    again for the backward pass; gradients are reduce-scattered over the ranks of a copy and all-reduced over copies.
-    ``mesh`` is copies of the model and ranks that share one: whole nodes, or a part of one; ``gather_bytes`` and
-    ``reduce_bytes`` are per parameter, ``forwards`` and ``reductions`` per step.
+    ``gathered`` and ``reduced`` are bytes of whole parameters and gradients, over all gathers and reductions of the
+    step. Gradients are reduce-scattered over the ranks of a copy and all-reduced over copies. ``mesh`` is copies of the
+    model and ranks that share one: whole nodes, or a part of one. The root unit stays gathered, which is not counted.
 
     Source: ZeRO, arXiv:1910.02054, section 7; hybrid sharding: PyTorch FSDP, arXiv:2304.11277, section 3.2.2.
     """
     copies, degree = mesh
-    gathers, reduced = _GATHERS[sharding] * forwards, num_params * reduce_bytes * reductions
-    inside = (num_params * gather_bytes * gathers + reduced) * (degree - 1) / degree
+    inside = (gathered + reduced) * (degree - 1) / degree
     across = 2 * (copies - 1) / copies * reduced / degree
-    node_bytes, steps = 0.0, 0
-    if degree > ranks_per_node:
-        node_bytes += inside
-        steps += (gathers + reductions) * (degree - 1)
-    if copies * degree > ranks_per_node and copies > 1:
+    node_bytes = inside if degree > ranks_per_node else 0.0
+    if copies * degree > ranks_per_node:
         node_bytes += across * min(degree, ranks_per_node)
-        steps += 2 * (copies - 1) * reductions
-    return Traffic(inside + across, node_bytes, steps * num_units)
+    return inside + across, node_bytes
 
 
 def step_time(run: RunConfig, gpu: Gpu | None) -> dict[str, float] | None:
@@ -228,24 +193,17 @@ def step_time(run: RunConfig, gpu: Gpu | None) -> dict[str, float] | None:
     words = dict.fromkeys(formula.blocks, "full" if strategy.activation_config.mode == "full" else "no")
     operations = formula.train_flops(counts) + (formula.recomputed_flops(counts, words) or 0.0)
     compute = operations / world / (peak * 1e12 * PEAK_SHARE)
-    total = sum(p.numel() for p in model.parameters())
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    num_units, forwards = len(formula.blocks) + 2, global_rows // (run.data.micro_batch_size * world)
-    traffic = step_traffic(
-        total,
-        num_units,
-        strategy.sharding if strategy.is_sharded else "no_shard",
+    params, forwards = list(model.parameters()), global_rows // (run.data.micro_batch_size * world)
+    gathers = forwards * (_GATHERS[strategy.sharding] if strategy.is_sharded else 0)
+    reductions = forwards if strategy.sync_each_micro_batch else 1
+    rank_bytes, node_bytes = sent_bytes(
+        gathers * TORCH_DTYPES[row.compute].itemsize * sum(p.numel() for p in params),
+        reductions * TORCH_DTYPES[row.reduce].itemsize * sum(p.numel() for p in params if p.requires_grad),
         mesh_shape(strategy, run.num_nodes, world),
         ranks_per_node=world // run.num_nodes,
-        gather_bytes=TORCH_DTYPES[row.compute].itemsize,
-        reduce_bytes=TORCH_DTYPES[row.reduce].itemsize * trained / total,
-        forwards=forwards,
-        reductions=forwards if strategy.sync_each_micro_batch else 1,
     )
-    communication = traffic.rank_bytes / (gpu.link_gb_per_second * 1e9)
-    if run.num_nodes > 1:
-        communication = max(communication, traffic.seconds(NETWORK_GB_PER_SECOND * 1e9))
-    ends = 2 * communication / num_units / forwards
+    communication = max(rank_bytes / (gpu.link_gb_per_second * 1e9), node_bytes / (NETWORK_GB_PER_SECOND * 1e9))
+    ends = 2 * communication / (len(formula.blocks) + 2) / forwards
     exposed = max(communication - compute, min(ends, communication))
     rate = tokens / (compute + exposed)
     return {"compute": compute, "communication": communication, "exposed": exposed, "tokens_per_second": rate}

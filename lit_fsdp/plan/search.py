@@ -24,12 +24,10 @@ from lit_fsdp.host import EXIT_DIR
 from lit_fsdp.metrics.hardware import Gpu
 from lit_fsdp.plan.memory import OVERHEAD_BYTES, USABLE, least_bytes, rank_memory, step_time
 
-_MODES: tuple[ActivationMode, ...] = ("none", "selective", "full")
 _LORA = LoraConfig(target_modules="all-linear")
 _QLORA = dataclasses.replace(_LORA, quantize="nf4")
+_Tried = dict[str, Any]
 _WHOLE = {"sharding": "full_shard", "shard_degree": None, "replicate_degree": None}
-_SECONDS = 120
-"""After which a run that ran out of memory ends without advice."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +74,7 @@ def largest_rows(run: RunConfig, gib: float) -> int:
     return 0 if is_too_large(allowed[0]) else allowed[bisect.bisect_left(allowed, True, lo=1, key=is_too_large) - 1]
 
 
-def choices(run: RunConfig, modes: tuple[ActivationMode, ...] = _MODES) -> Iterator[Choice]:
+def choices(run: RunConfig, modes: tuple[ActivationMode, ...]) -> Iterator[Choice]:
     """Every way to run the recipe on its ranks; those that send least and recompute least first.
 
     At last with adapters, where the recipe has none: on a base as it is, then on one of 4 bits.
@@ -100,11 +98,10 @@ def changed(run: RunConfig, strategy: dict[str, Any], lora: LoraConfig | None = 
     """The recipe with other arguments of the strategy, and perhaps with adapters; None if a rule forbids it."""
     now = {name: value for name, value in strategy.items() if getattr(run.strategy, name) != value}
     changes: dict[str, Any] = {f"{STRATEGY}.{name}": value for name, value in now.items()}
-    model = run.model
-    if lora is not None:
-        model = dataclasses.replace(run.model, lora=lora)
-        before, after = (dataclasses.asdict(config) for config in (run.model.lora or LoraConfig(), lora))
-        changes |= {f"model.lora.{name}": value for name, value in after.items() if before[name] != value}
+    lora = lora or run.model.lora
+    before, after = (dataclasses.asdict(config or LoraConfig()) for config in (run.model.lora, lora))
+    changes |= {f"model.lora.{name}": value for name, value in after.items() if before[name] != value}
+    model = dataclasses.replace(run.model, lora=lora)
     try:
         other = dataclasses.replace(run, strategy=dataclasses.replace(run.strategy, **now), model=model)
         for rule in RULES:
@@ -114,66 +111,51 @@ def changed(run: RunConfig, strategy: dict[str, Any], lora: LoraConfig | None = 
     return Choice(other, changes)
 
 
-def judge(choice: Choice, gib: float, gpu: Gpu | None) -> dict[str, Any]:
-    """Predict of a choice at the largest micro-batch that fits, or with one row."""
-    rows = largest_rows(choice.run, gib)
-    run = with_rows(choice.run, max(1, rows))
-    taken = step_time(run, gpu) if rows else None
-    key = {"data.micro_batch_size": rows} if rows not in (0, choice.run.data.micro_batch_size) else {}
-    return {
-        "choice": choice.words,
-        "changes": choice.changes | key,
-        "fits": rows > 0,
-        "micro_batch_size": rows,
-        "peak": rank_memory(run).peak,
-        "tokens_per_second": taken["tokens_per_second"] if taken else None,
-    }
+def recommend(run: RunConfig, gib: float, gpu: Gpu | None, every: bool) -> tuple[_Tried | None, list[_Tried]]:
+    """The first choice that fits, and all that were tried, each at the largest micro-batch that fits.
 
-
-def search(run: RunConfig, gib: float, gpu: Gpu | None) -> list[dict[str, Any]]:
-    """Judge every choice: those that fit, the fastest first, then those that do not, the smallest first."""
-    found = []
-    for choice in choices(run):
+    Of ``every`` choice the fastest that fits is taken, with adapters if nothing else does; those that fit come first,
+    the fastest first, then the smallest. ``peak`` of one that does not fit is what it needs at least. One whose package
+    is not here is passed over, which is said on standard error.
+    """
+    tried: list[_Tried] = []
+    for choice in choices(run, ("none", "selective", "full") if every else ("none", "full")):
         print(f"judging {choice.words}", file=sys.stderr)
+        rows, taken = 0, None
         try:
-            found.append(judge(choice, gib, gpu))
-        except ConfigError as error:  # a package that is not here
+            peak = least_bytes(choice.run)
+            if peak <= gib * USABLE * 2**30 - OVERHEAD_BYTES:
+                rows = largest_rows(choice.run, gib)
+                largest = with_rows(choice.run, max(1, rows))
+                peak, taken = rank_memory(largest).peak, step_time(largest, gpu) if rows else None
+        except ConfigError as error:
             print(f"{choice.words}: {error.given}", file=sys.stderr)
+            continue
+        key = {"data.micro_batch_size": rows} if rows not in (0, choice.run.data.micro_batch_size) else {}
+        found = {"choice": choice.words, "changes": choice.changes | key, "fits": rows > 0, "micro_batch_size": rows}
+        tried.append({**found, "peak": peak, "tokens_per_second": taken["tokens_per_second"] if taken else None})
+        if rows and not every:
+            break
 
-    def order(record: dict[str, Any]) -> tuple[Any, ...]:
-        # what moves to the host comes last: how long that takes is not counted
-        offloads = "cpu_offload" in record["choice"]
-        return not record["fits"], offloads, -(record["tokens_per_second"] or 0.0), record["peak"]
+    def order(one: _Tried) -> tuple[Any, ...]:
+        # what moves to the host comes last: how long that takes is not counted; without a rate they stay as tried
+        offloads, peak = "cpu_offload" in one["choice"], 0 if one["fits"] else one["peak"]
+        return not one["fits"], offloads, -(one["tokens_per_second"] or 0.0), peak
 
-    return sorted(found, key=order)
-
-
-def recommend(run: RunConfig, gib: float, gpu: Gpu | None) -> tuple[dict[str, Any] | None, list[str]]:
-    """The first choice that fits, in the order in which they cost time, and what was wrong with those before it."""
-    reasons: list[str] = []
-    for choice in choices(run, ("none", "full")):
-        try:
-            least = least_bytes(choice.run)
-            if least <= gib * USABLE * 2**30 - OVERHEAD_BYTES:
-                record = judge(choice, gib, gpu)
-                if record["fits"]:
-                    return record, reasons
-                least = record["peak"]
-            reasons.append(f"{choice.words} needs at least {least / 2**30:.1f} GiB")
-        except ConfigError as error:  # a package that is not here
-            reasons.append(f"{choice.words}: {error.given}")
-    return None, reasons
+    tried = sorted(tried, key=order) if every else tried
+    fitting = [one for one in tried if one["fits"]]
+    whole = [one for one in fitting if not any(key.startswith("model.lora") for key in one["changes"])]
+    return next(iter(whole or fitting), None), tried
 
 
-def savings(run: RunConfig, names_accumulation: bool = False) -> Iterator[dict[str, Any]]:
+def savings(run: RunConfig) -> Iterator[dict[str, Any]]:
     """Simulate every change that takes less memory, each by itself; those that cost least come first.
 
     Each is ``num_bytes`` that the rank which holds most needs less at its highest moment, ``flags`` to be pasted behind
-    the command of the run, and a ``remark``. ``run`` has a ``data.global_batch_size``; ``names_accumulation``: the
-    recipe says ``trainer.accumulate_grad_batches``, which then has to follow.
+    the command of the run, and a ``remark``. ``run`` has a ``data.global_batch_size``.
     """
     before = rank_memory(run).peak
-    for remark, choice in _lighter(run, names_accumulation):
+    for remark, choice in _lighter(run):
         try:
             saved = before - rank_memory(choice.run).peak if choice else 0
         except ConfigError:  # a package that is not here
@@ -182,24 +164,21 @@ def savings(run: RunConfig, names_accumulation: bool = False) -> Iterator[dict[s
             yield {"num_bytes": saved, "flags": " ".join(flags_of(choice.changes)), "remark": remark}
 
 
-def _lighter(run: RunConfig, names_accumulation: bool) -> Iterator[tuple[str, Choice | None]]:
-    rows, world, strategy, lora = run.data.micro_batch_size, run.world_size or 1, run.strategy, run.model.lora
+def _lighter(run: RunConfig) -> Iterator[tuple[str, Choice | None]]:
+    """What may take less; what the recipe has already takes as much."""
+    rows, world, lora = run.data.micro_batch_size, run.world_size or 1, run.model.lora or _LORA
     for fewer in [n for n in range(rows - 1, 0, -1) if rows % n == 0][:1]:
         steps = (run.data.global_batch_size or 0) // (fewer * world)
-        changes = {"data.micro_batch_size": fewer}
-        changes |= {"trainer.accumulate_grad_batches": steps} if names_accumulation else {}
+        changes = {"data.micro_batch_size": fewer, "trainer.accumulate_grad_batches": steps}
         yield f"accumulates over {steps}: the same global batch", Choice(with_rows(run, fewer), changes)
-    whole = _WHOLE if strategy.is_sharded else {"engine": "fsdp2", **_WHOLE}
-    if strategy.activation_config.mode != "full":
-        yield "blocks are recomputed", changed(run, {"activation_checkpointing": "full"})
-    if world > 1 and not (strategy.is_sharded and strategy.sharding == "full_shard"):
+    whole = _WHOLE if run.strategy.is_sharded else {"engine": "fsdp2", **_WHOLE}
+    yield "blocks are recomputed", changed(run, {"activation_checkpointing": "full"})
+    if world > 1:
         yield "each rank keeps its share", changed(run, whole)
-    if run.trainer["accelerator"] != "cpu" and not strategy.offloads:
+    if run.trainer["accelerator"] != "cpu":
         yield "shards are on the host, slower", changed(run, {**whole, "cpu_offload": True})
-    if lora is None:
-        yield "LoRA", changed(run, {}, _LORA)
-    if lora is None or lora.quantize is None:
-        yield "QLoRA", changed(run, {}, dataclasses.replace(lora or _LORA, quantize="nf4"))
+    yield "LoRA", changed(run, {}, lora)
+    yield "QLoRA", changed(run, {}, dataclasses.replace(lora, quantize="nf4"))
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -211,7 +190,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 def advice(run: RunConfig, recipe: Path, accelerator: str, allow_imports: Sequence[str] = ()) -> str:
     """What ``lit-fsdp plan --savings`` says of a run that ran out of memory, or in one line why it says nothing.
 
-    Another process computes it: this one has little memory, and a process group whose other ranks are waiting.
+    Another process computes it, in two minutes at most: this one has little memory, and ranks that wait for it.
     ``recipe`` is the file in the run folder, ``allow_imports`` the packages whose classes it names.
     """
     if run.foreign:
@@ -220,7 +199,7 @@ def advice(run: RunConfig, recipe: Path, accelerator: str, allow_imports: Sequen
     words += [f"--trainer.{name}={run.trainer[name]}" for name in ("devices", "num_nodes")]
     words += [f"--trainer.accelerator={accelerator}", *(f"--allow-imports={name}" for name in allow_imports)]
     environment = {name: value for name, value in os.environ.items() if name != EXIT_DIR}
-    options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": _SECONDS, "check": True}
+    options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 120, "check": True}
     try:
         return str(subprocess.run(words, env=environment, **options).stdout).rstrip()  # noqa: S603
     except (OSError, subprocess.SubprocessError) as error:

@@ -27,9 +27,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lit_fsdp.audit import CausalLMModule
-from lit_fsdp.config.model import ModelConfig
-from lit_fsdp.config.strategy import StrategyConfig
+from lit_fsdp.audit import CausalLMModule, device_type, settled_strategy
+from lit_fsdp.config.model import PreferenceModelConfig
+from lit_fsdp.config.run import RunConfig
+from lit_fsdp.config.strategy import StrategyConfig, mesh_shape
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.models.build import build_trainable
 from lit_fsdp.models.loss import causal_lm_forward, plan_loss
@@ -58,12 +59,12 @@ class StepMemory:
     at work at the highest moments of the backward pass of blocks, and of head and loss.
     """
 
-    kept: int
-    at_work: int
-    gathered: int
-    reduced: int
     moment: str
     gradients: int
+    kept: int = 0
+    at_work: int = 0
+    gathered: int = 0
+    reduced: int = 0
     block: int = 0
     loss: int = 0
 
@@ -156,33 +157,25 @@ def _without_data(op: Any, *args: Any, **kwargs: Any) -> Any:
     return None
 
 
-def step_memory(
-    model: ModelConfig,
-    strategy: StrategyConfig,
-    shape: tuple[int, int],
-    mesh: tuple[int, int],
-    gradient_bytes: int,
-    accumulates: bool,
-    on_cpu: bool,
-) -> StepMemory:
-    """Simulate a step and read its highest moment.
+def step_memory(run: RunConfig, gradient_bytes: int, accumulates: bool) -> StepMemory:
+    """Simulate a step of a checked recipe with a known number of ranks, and read its highest moment.
 
-    ``strategy`` has its precision settled, ``shape`` is rows and tokens of a micro-batch, ``mesh`` copies of the model
-    and ranks that share one, ``gradient_bytes`` what all gradients of a rank take between steps. An architecture that
-    cannot be shortened, or does what tensors without values cannot, is a :class:`ConfigError`.
+    ``gradient_bytes`` is what all gradients of a rank take between steps. An architecture that cannot be shortened, or
+    does what tensors without values cannot, is a :class:`ConfigError`.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    config = resolve_architecture(model)
+    assert run.world_size is not None
+    strategy, config = settled_strategy(run), resolve_architecture(run.model)
     small = copy.deepcopy(config.get_text_config())
     num_blocks = int(small.num_hidden_layers)
     small.num_hidden_layers = min(_BLOCKS, num_blocks)
     if getattr(small, "layer_types", None):
         small.layer_types = small.layer_types[: small.num_hidden_layers]
     try:
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=mesh[0] * mesh[1])
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=run.world_size)
         try:
-            watch = _simulate(small, model, strategy, shape, mesh, _GLOO_COPIES if on_cpu else {})
+            watch = _simulate(small, run, strategy)
         finally:
             dist.destroy_process_group()
         found = _highest(watch, num_blocks, gradient_bytes, accumulates)
@@ -190,32 +183,24 @@ def step_memory(
         given = f"a step of {config.model_type} without values ({' '.join(str(error).split())[:200]})"
         fix = "measure a run of one step: peak_memory_gib in metrics.csv"
         raise ConfigError("plan", given, "architectures whose blocks run on tensors without values", fix) from error
-    if strategy.engine == "ddp" and mesh[0] > 1:  # its buckets, and the copies that travel
+    if strategy.engine == "ddp" and run.world_size > 1:  # its buckets, and the copies that travel
         found = dataclasses.replace(found, reduced=2 * gradient_bytes)
     return found
 
 
-def _simulate(
-    hf_config: Any,
-    model_config: ModelConfig,
-    strategy: StrategyConfig,
-    shape: tuple[int, int],
-    mesh_shape: tuple[int, int],
-    copied: Mapping[Any, int],
-) -> _Watch:
-    model: Any = build_trainable(hf_config, dataclasses.replace(model_config, attn_implementation=None))[0]
+def _simulate(hf_config: Any, run: RunConfig, strategy: StrategyConfig) -> _Watch:
+    model: Any = build_trainable(hf_config, dataclasses.replace(run.model, attn_implementation=None))[0]
     row = strategy.precision_config.row
     holder: Any = CausalLMModule(model)
     cast_parameters(holder, strategy)
     units = plan_for(holder, dataclasses.replace(strategy, compile=False), "strategy")
     blocks = list(units.blocks)
     prepare_blocks(blocks, strategy.activation_config)
-    loss_plan = plan_loss(model, model_config.loss)
+    loss_plan = plan_loss(model, run.model.loss)
     holder.forward = lambda batch: causal_lm_forward(model, batch, loss_plan).loss_sum
-    sizes = dict(zip(("replicate", "shard"), mesh_shape, strict=True))
-    if sizes["replicate"] == 1:
-        del sizes["replicate"]
-    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    shape = mesh_shape(strategy, run.num_nodes, run.world_size or 1)
+    names = ("replicate", "shard") if shape[0] > 1 else ("shard",)
+    mesh = init_device_mesh("cpu", shape[-len(names) :], mesh_dim_names=names)
     with FakeTensorMode(allow_non_fake_inputs=True):
         holder.to_empty(device="cpu")
         model.tie_weights()
@@ -224,17 +209,19 @@ def _simulate(
             cast_inputs(layer, TORCH_DTYPES[row.compute])
         root = holder
         if strategy.is_sharded:
-            config = dataclasses.replace(strategy, cpu_offload=False)
+            on_device = dataclasses.replace(strategy, cpu_offload=False)
             whole = [p for p in holder.parameters() if not p.dim()]
-            options = unit_options(config, mesh)
-            root = apply_fully_shard(holder, units, config, options, whole, lambda module: None)
-        rows, tokens = shape
+            options = unit_options(on_device, mesh)
+            root = apply_fully_shard(holder, units, on_device, options, whole, lambda module: None)
+        rows = run.data.micro_batch_size * (1 + isinstance(run.model, PreferenceModelConfig))
+        tokens = run.data.max_seq_length
         ids = torch.ones(rows, tokens, dtype=torch.int64)
         batch = {"input_ids": ids, "labels": ids}
         if rows > 1:  # padded or packed: SDPA gets a mask
             batch["attention_mask"] = torch.ones(rows, 1, tokens, tokens, dtype=torch.bool)
         autocast = row.compute != row.param and not strategy.is_sharded
-        watch = _Watch(_locals([*holder.parameters(), *holder.buffers(), *batch.values()]), copied)
+        known = _locals([*holder.parameters(), *holder.buffers(), *batch.values()])
+        watch = _Watch(known, _GLOO_COPIES if device_type(run) == "cpu" else {})
         watch.follow(blocks)
         with watch, _engine_kinds(watch):
             with torch.autocast("cpu", TORCH_DTYPES[row.compute], enabled=autocast):
@@ -289,7 +276,7 @@ def _highest(watch: _Watch, num_blocks: int, gradient_bytes: int, accumulates: b
     kept = forward[-1]["work"] - forward[-2]["work"]
     each = backward[-1]["gradients"] - backward[-2]["gradients"]
     stays = forward[-1]["gathered"] - forward[-2]["gathered"]  # 0 where blocks are freed after their forward
-    found = [StepMemory(kept=0, at_work=0, gathered=0, reduced=0, moment="optimizer", gradients=gradient_bytes)]
+    found = {"optimizer": Counter(gradients=gradient_bytes)}
     for phase, live in watch.highest.items():
         # in the first blocks of the backward pass all activations are there, in the last ones all gradients
         is_early = phase in ("forward", "head", f"block {simulated - 1}")
@@ -297,15 +284,14 @@ def _highest(watch: _Watch, num_blocks: int, gradient_bytes: int, accumulates: b
         gradients = live["gradients"] + (0 if is_early else each * further)
         if accumulates or phase == "forward":  # Lightning drops the gradients of the step before after the forward
             gradients = gradient_bytes
-        found.append(
-            StepMemory(
-                kept=all_kept,
-                at_work=live["work"] + (kept * further if is_early else 0) - all_kept,
-                gathered=live["gathered"] + (stays * further if is_early else 0),
-                reduced=live["reduced"],
-                moment=phase.partition(" ")[0].replace("block", "blocks"),
-                gradients=gradients,
-            )
+        found[phase] = Counter(
+            kept=all_kept,
+            at_work=live["work"] + (kept * further if is_early else 0) - all_kept,
+            gathered=live["gathered"] + (stays * further if is_early else 0),
+            reduced=live["reduced"],
+            gradients=gradients,
         )
-    most = {kind: max(m.at_work for m in found if (m.moment == "blocks") == kind) for kind in (True, False)}
-    return dataclasses.replace(max(found, key=lambda memory: memory.total), block=most[True], loss=most[False])
+    moment, highest = max(found.items(), key=lambda pair: pair[1].total())
+    block = max(live["at_work"] for phase, live in found.items() if phase.startswith("block"))
+    loss = max(live["at_work"] for phase, live in found.items() if not phase.startswith("block"))
+    return StepMemory(**highest, moment=moment.partition(" ")[0].replace("block", "blocks"), block=block, loss=loss)

@@ -47,10 +47,9 @@ def parameter_counts(record: dict[str, Any]) -> str:
 
 def ranks_table(ranks: list[dict[str, int]]) -> Table:
     """What each rank of one copy of the model keeps between steps, in GiB; equal neighbors share a line."""
-    title = "kept on each rank between steps, in GiB"
     kinds = {"weights": "parameter", "scales": "quantization", "gradients": "gradient", "optimizer": "optimizer"}
     kinds = {word: f"{kind}_bytes" for word, kind in kinds.items() if f"{kind}_bytes" in ranks[0]}
-    table = _table(title, ("rank of a copy", "parameters", *kinds, "all"))
+    table = _table("kept on each rank between steps, in GiB", ("rank of a copy", "parameters", *kinds, "all"))
     for found, alike in groupby(range(len(ranks)), key=ranks.__getitem__):
         first, *others = alike
         sizes = [found[kind] / GIB for kind in kinds.values()]

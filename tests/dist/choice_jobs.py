@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-import signal
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -19,6 +18,7 @@ from torch.distributed.fsdp.wrap import wrap
 from lit_fsdp import Checkpoint
 from lit_fsdp.parallel import activation, base, grads, precision
 from lit_fsdp.parallel.activation import recomputes
+from lit_fsdp.parallel.units import units_already_wrapped
 from tests.dist.foreign_jobs import ForeignNet, StepLosses, loader
 from tests.dist.jobs import Losses, TinyData, digest, fit, local, module_for, trainer_for, whole
 
@@ -51,7 +51,8 @@ def train_wrapped_by_hand(strategy: dict[str, Any], how: str) -> dict[str, Any]:
     trainer = trainer_for(strategy, [losses], max_steps=4)
     trainer.fit(Manual(how), loader(range(4)))
     live: Any = trainer.strategy
-    return {"losses": losses.values, "units": sorted(live.realized_units()), "audit": live.audit}
+    units = sorted(units_already_wrapped(live.lightning_module))
+    return {"losses": losses.values, "units": units, "audit": live.audit}
 
 
 def waits_alone() -> list[str]:
@@ -103,16 +104,6 @@ def poisoned(
     }
 
 
-def asked_for_stacks(folder: str, strategy: dict[str, Any], run: str) -> None:
-    """One step, in which each rank does to itself what an operator does to one that hangs."""
-
-    def on_before_optimizer_step(*_: Any) -> None:  # the name that is looked for in the stacks
-        os.kill(os.getpid(), signal.SIGUSR2)
-
-    asks = LambdaCallback(on_before_optimizer_step=on_before_optimizer_step)
-    fit(module_for(folder), strategy, [asks], steps=1, default_root_dir=run)
-
-
 class Calls:
     """Counts calls of collectives, which either engine looks up when it issues them, of tensors that count."""
 
@@ -158,8 +149,8 @@ def look(folder: str, strategy: dict[str, Any], steps: int = 3, **options: Any) 
     fsdp2: list[Any] = [m for m in units if isinstance(m, FSDPModule)]
     states = [m._get_fsdp_state() for m in fsdp2]
     return found | {
-        "planned": sorted(unit.name for unit in live.plan.units) if live.plan else None,
-        "realized": sorted(live.realized_units()),
+        "planned": sorted(live.plan.modules) if live.plan else None,
+        "realized": sorted(units_already_wrapped(live.lightning_module)),
         "reductions": counts.counts,
         "finds_unused": getattr(live._root, "find_unused_parameters", None),
         "sharding": sorted({m.sharding_strategy.name for m in fsdp1}),

@@ -148,7 +148,7 @@ def test_an_error_and_the_end_of_patience_are_those_of_all_ranks(tiny_model: Pat
     """By default one bad gradient ends a run, with ``skip`` a row of them; an overflow of fp16 lowers the scale."""
     job: dict[str, Any] = {"folder": tiny_model, "value": math.inf, "patience": 2}
     for result in on_ranks("poisoned", 2, strategy={"engine": engine}, steps=[1], **job):
-        text = "NonFiniteGradientError: the gradients hold inf or nan (ranks whose loss was not finite: none)"
+        text = "NonFiniteGradientError: the gradients hold inf or nan"
         assert result["error"].startswith(text)
         assert len(result["losses"]) == 1
     strategy = {"engine": engine, "nonfinite_gradients": "skip"}
@@ -169,7 +169,7 @@ def test_a_module_that_wraps_itself() -> None:
         strategy = {"engine": engine, "precision": "fp32", "wrap": "manual"}
         for result in on_ranks("train_wrapped_by_hand", 2, strategy=strategy, how=how):
             assert result["losses"] == pytest.approx(alone["losses"], rel=1e-5)
-            assert result["units"] == ["", "layers.0", "layers.1", "layers.2"]
+            assert result["units"] == ["layers.0", "layers.1", "layers.2"]
             assert result["audit"]["num_params"] == 3 * (12 * 12 + 12) + 13 + 5
             assert sum(unit["num_params"] for unit in result["audit"]["units"]) == result["audit"]["num_params"]
 
@@ -197,11 +197,9 @@ def test_verbose_ranks_tell_their_parts_of_the_model_and_where_they_are(
     tiny_model: Path, tmp_path: Path, engine: str
 ) -> None:
     strategy = {"engine": engine, "verbose": True}
-    on_ranks("asked_for_stacks", 2, folder=tiny_model, strategy=strategy, run=tmp_path)
+    on_ranks("train", 2, folder=tiny_model, strategy=strategy, run=tmp_path, steps=1)
     debug = tmp_path / "debug"
     ranks: list[dict[str, Any]] = [json.loads((debug / f"rank-{i}.json").read_text()) for i in range(2)]
-    for number in range(2):
-        assert "in on_before_optimizer_step" in (debug / f"rank-{number}.stacks.txt").read_text()
     for first, second in zip(ranks[0]["states"], ranks[1]["states"], strict=True):
         assert first["name"] == second["name"]
         whole = 2 * first["num_whole"] if engine == "ddp" else first["num_whole"]

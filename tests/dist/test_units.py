@@ -35,7 +35,7 @@ def test_experts_as_units(tiny_mixture: Path, engine: str) -> None:
     layers = [f"model.model.layers.{i}" for i in range(2)]
     for wrap in ("auto", PATTERNS):
         strategy = {"engine": engine, "precision": "fp32", "wrap": wrap}
-        units = ["", *layers, "model.model.embed_tokens", "model.lm_head"]
+        units = [*layers, "model.model.embed_tokens", "model.lm_head"]
         units += [] if wrap == "auto" else [f"{layer}.mlp.experts" for layer in layers]
         for result in on_ranks("look", 2, folder=tiny_mixture, steps=5, strategy=strategy):
             assert result["losses"] == pytest.approx(wanted, rel=1e-5)

@@ -46,7 +46,6 @@ def test_what_cannot_be_is_refused(capsys):
     for words, said in (
         (["--ranks", "0"], "--nodes: got 1 for 0 ranks"),
         (["--nodes", "2"], "--nodes: got 2 without --ranks"),
-        (["--trainer.accelerator", "cpu", f"--{_ARGS}.precision", "fp8"], "fp8 "),
         ([f"--{_ARGS}.wrap", "[NoSuchBlock]"], "NoSuchBlock"),
     ):
         assert main(["audit", "--config", str(SMALL), *words]) == 2
@@ -56,9 +55,8 @@ def test_what_cannot_be_is_refused(capsys):
         assert "allowed:" in err
 
 
-def test_what_is_replaced_and_what_does_not_fit_is_said(capsys):
+def test_what_is_replaced_is_said(capsys):
     assert main(["audit", "--config", str(SMALL), f"--{_ARGS}.engine", "ddp", "--ranks", "3"]) == 0
-    out, err = capsys.readouterr()
+    out, _ = capsys.readouterr()
     assert "ddp no_shard on 3 ranks: replicate_degree 3, shard_degree 1" in out
     assert "replaced: sharding: full_shard → no_shard" in out
-    assert "note: a run on 3 ranks would need other batch sizes: data.global_batch_size: got" in err

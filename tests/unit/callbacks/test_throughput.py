@@ -12,7 +12,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lit_fsdp.callbacks import throughput
-from lit_fsdp.callbacks.throughput import FlopMeter, Throughput
+from lit_fsdp.callbacks.throughput import Throughput
 from lit_fsdp.config.strategy import ActivationConfig
 from lit_fsdp.metrics.flops import flop_formula
 from lit_fsdp.parallel.activation import prepare_blocks
@@ -78,6 +78,8 @@ COUNTS = {"tokens": 100.0, "supervised_tokens": 60.0, "squared_tokens": 1000.0}
 
 
 class Module(nn.Module):
+    step_totals = None
+
     def __init__(self) -> None:
         super().__init__()
         sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4}
@@ -88,10 +90,10 @@ class Module(nn.Module):
         return self
 
 
-def meter(module: Any, device: str, name: str, precision: str = "bf16-mixed") -> tuple[FlopMeter, str]:
-    made, strategy = FlopMeter(), SimpleNamespace(root_device=torch.device(device))
-    made.read_shapes(module)
+def meter(module: Any, device: str, name: str, precision: str = "bf16-mixed") -> tuple[Throughput, str]:
+    made, strategy = Throughput(), SimpleNamespace(root_device=torch.device(device))
     trainer: Any = SimpleNamespace(strategy=strategy, world_size=2, precision=precision)
+    made.setup(trainer, module, "fit")
     with mock.patch.object(torch.cuda, "get_device_name", return_value=name):
         return made, made.read_device(trainer, module)
 
@@ -127,7 +129,7 @@ def test_no_made_up_share(monkeypatch: pytest.MonkeyPatch) -> None:
         assert said == f"MFU –: no peak rate is known for bf16 on {shown}"
         assert list(found.rates(COUNTS, 1.0)) == ["model_tflops_per_rank"]
     found, said = meter(nn.Linear(2, 2), "cuda", "NVIDIA H200")
-    assert said == "MFU –: FLOPs are not counted: 'Linear' object has no attribute 'build'"
+    assert said == "MFU –: FLOPs are not counted: the module holds no transformers model"
     assert found.rates(COUNTS, 1.0) == {}
     monkeypatch.setattr(throughput, "recomputes", lambda block: "budget 0.5")
     found, said = meter(Module(), "cuda", "NVIDIA H200")

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from lit_fsdp.callbacks.throughput import FlopMeter
+from lit_fsdp.callbacks.throughput import Throughput
 from lit_fsdp.config.strategy import ActivationConfig
 from lit_fsdp.metrics.flops import ModelFlops, flop_formula, num_pairs
 from lit_fsdp.metrics.hardware import peak_flops
@@ -105,9 +105,10 @@ def test_what_cannot_be_counted_is_said_and_ends_no_run() -> None:
     with pytest.raises(ValueError, match="list of 5 blocks"):
         flop_formula(model)
     # the width of a head of Gemma 4 differs by layer, and its config refuses to name one
-    module, meter = CausalLMModule(name={"model_type": "gemma4_text"}), FlopMeter()
-    meter.read_shapes(module)
-    line = meter.read_device(Trainer(accelerator="cpu", logger=False, enable_checkpointing=False), module)
+    module, meter = CausalLMModule(name={"model_type": "gemma4_text"}), Throughput()
+    trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    meter.setup(trainer, module, "fit")
+    line = meter.read_device(trainer, module)
     assert line.startswith("MFU –: FLOPs are not counted: 'head_dim' is a per-layer attribute")
     assert meter.rates({}, 1.0) == {}
 

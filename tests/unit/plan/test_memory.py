@@ -14,7 +14,7 @@ from lit_fsdp.commands.planning import run_plan
 from lit_fsdp.config.parser import leaves, load_recipe
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.metrics.hardware import gpus
-from lit_fsdp.plan.memory import rank_memory, step_time, step_traffic, zero_table
+from lit_fsdp.plan.memory import rank_memory, sent_bytes, step_time, zero_table
 from lit_fsdp.plan.search import choices, savings
 
 ROOT = Path(__file__).parents[3]
@@ -67,11 +67,11 @@ def test_gradients_that_are_held_back_are_whole_and_sent_once():
 
 
 def test_adapters_are_choices_where_there_are_none():
-    words = [choice.words for choice in choices(loaded())]
+    words = [choice.words for choice in choices(loaded(), ("none", "full"))]
     assert words.index("ddp") < words.index("ddp, LoRA") < words.index("ddp, QLoRA (nf4)")
     assert not any("LoRA" in text for text in (c.words for c in choices(loaded(), ("none",))) if "offload" in text)
     adapted = loaded(recipe="llama3.1-8b_lora_fsdp2_8x80gb.yaml")
-    assert all(choice.run.model.lora == adapted.model.lora for choice in choices(adapted))
+    assert all(choice.run.model.lora == adapted.model.lora for choice in choices(adapted, ("none",)))
 
 
 def test_the_table_of_zero():
@@ -108,6 +108,17 @@ def test_nothing_fits(capsys: pytest.CaptureFixture[str]):
     assert "GiB too much" in out
 
 
+def test_a_search_recommends_the_fastest_without_adapters(capsys: pytest.CaptureFixture[str]):
+    small = ROOT / "recipes" / "smollm2-135m_full_fsdp2_1x24gb.yaml"
+    words = ["--data.max_seq_length", "64", "--data.micro_batch_size", "1", "--data.global_batch_size", "1"]
+    assert run_plan(["--config", str(small), *words, "--gpu", "rtx4090", "--search", "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    rates = [one["tokens_per_second"] for one in record["tried"] if "cpu_offload" not in one["choice"]]
+    assert rates == sorted(rates, reverse=True)
+    whole = [one for one in record["tried"] if "LoRA" not in one["choice"]]
+    assert record["recommended"] == whole[0] != record["tried"][0]
+
+
 SHORT = ("--data.max_seq_length=128", "--trainer.strategy.init_args.activation_checkpointing=none")
 HYBRID = "--trainer.strategy.init_args.sharding=shard_grad_op"
 
@@ -125,14 +136,14 @@ def test_each_line_saves_what_it_says():
         pasted = loaded(*words, *one["flags"].split(), recipe="qwen3-0.6b_full_fsdp2_8x24gb.yaml")
         assert rank_memory(run).peak - rank_memory(pasted).peak == one["num_bytes"], one["flags"]
         assert pasted.data.global_batch_size == 64
-    assert found[0]["flags"] == "--data.micro_batch_size 2"
+    assert found[0]["flags"] == "--data.micro_batch_size 2 --trainer.accumulate_grad_batches 4"
     assert found[0]["remark"] == "accumulates over 4: the same global batch"
 
 
 def test_savings_follow_the_recipe():
     """An accumulation that it names follows; what is on is not said again, and there is no offload on a CPU."""
     words = ("--data.micro_batch_size=2", "--data.global_batch_size=64", "--trainer.accumulate_grad_batches=4")
-    flags = next(savings(loaded(*SHORT, *words), names_accumulation=True))["flags"]
+    flags = next(savings(loaded(*SHORT, *words)))["flags"]
     assert flags == "--data.micro_batch_size 1 --trainer.accumulate_grad_batches 8"
     loaded(*SHORT, *words, *flags.split())  # the two agree
     words = ("--data.max_seq_length=128", "--data.micro_batch_size=1")
@@ -142,33 +153,21 @@ def test_savings_follow_the_recipe():
 
 
 def test_what_is_sent():
-    """800 parameters in 3 units: 1,600 B gathered, 3,200 B reduced; in nodes of 8 ranks."""
-    for sharding, mesh, rank_bytes, node_bytes, ring_steps in (
-        ("full_shard", (1, 16), 6400 * 15 / 16, 6400 * 15 / 16, 3 * 3 * 15),
-        ("shard_grad_op", (1, 16), 4800 * 15 / 16, 4800 * 15 / 16, 3 * 2 * 15),
+    """1,600 B in each gather, 3,200 B reduced; in nodes of 8 ranks."""
+    for gathers, mesh, rank_bytes, node_bytes in (
+        (2, (1, 16), 6400 * 15 / 16, 6400 * 15 / 16),
+        (1, (1, 16), 4800 * 15 / 16, 4800 * 15 / 16),
         # one ring over everybody, which leaves each node once
-        ("no_shard", (16, 1), 2 * 3200 * 15 / 16, 2 * 3200 * 15 / 16, 3 * 2 * 15),
+        (0, (16, 1), 2 * 3200 * 15 / 16, 2 * 3200 * 15 / 16),
         # a copy per node: eight rings of two ranks, each with 400 B
-        ("hybrid_shard", (2, 8), 6400 * 7 / 8 + 2 * 400 / 2, 8 * 2 * 400 / 2, 3 * 2),
-        ("hybrid_shard_zero2", (2, 8), 4800 * 7 / 8 + 2 * 400 / 2, 8 * 2 * 400 / 2, 3 * 2),
+        (2, (2, 8), 6400 * 7 / 8 + 2 * 400 / 2, 8 * 2 * 400 / 2),
+        (1, (2, 8), 4800 * 7 / 8 + 2 * 400 / 2, 8 * 2 * 400 / 2),
         # two copies in each node: four rings of four ranks, each with 800 B
-        ("hybrid_shard", (4, 4), 6400 * 3 / 4 + 2 * 800 * 3 / 4, 4 * 2 * 800 * 3 / 4, 3 * 2 * 3),
-        ("full_shard", (1, 8), 6400 * 7 / 8, 0, 0),
-        ("no_shard", (1, 1), 0, 0, 0),
+        (2, (4, 4), 6400 * 3 / 4 + 2 * 800 * 3 / 4, 4 * 2 * 800 * 3 / 4),
+        (2, (1, 8), 6400 * 7 / 8, 0),
+        (0, (1, 1), 0, 0),
     ):
-        found = step_traffic(800, 3, sharding, mesh)
-        assert (found.rank_bytes, found.node_bytes) == (pytest.approx(rank_bytes), pytest.approx(node_bytes))
-        assert found.ring_steps == ring_steps
-
-
-def test_a_global_batch_that_the_ranks_cannot_share_out_is_said(capsys: pytest.CaptureFixture[str]):
-    small = str(ROOT / "recipes" / "smollm2-135m_full_fsdp2_1x24gb.yaml")
-    words = ("--data.global_batch_size", "16", "--data.micro_batch_size", "8", "--data.max_seq_length", "64")
-    notes = []
-    for ranks in ("4", "2"):
-        run_plan(["--config", small, *words, "--gpus", ranks])
-        notes += [line for line in capsys.readouterr().err.splitlines() if line.startswith("note:")]
-    assert notes == ["note: data.global_batch_size 16 → 32: what 4 ranks can share out"]
+        assert sent_bytes(gathers * 1600, 3200, mesh) == pytest.approx((rank_bytes, node_bytes))
 
 
 def test_what_cannot_be_answered_is_refused_before_anything_is_simulated(monkeypatch: pytest.MonkeyPatch):
@@ -179,6 +178,7 @@ def test_what_cannot_be_answered_is_refused_before_anything_is_simulated(monkeyp
         ("--gpu h100-80", "write h100-80gb"),
         ("--nodes 2", "add --gpus N"),
         ("--gpus 0", "got 1 for 0 ranks"),
+        ("--gpus 6 --data.micro_batch_size 8", "on 6 ranks(.|\n)*set global_batch_size: "),
         ("--gpus 16 --nodes 2 --gpus-per-node 4", "--gpus-per-node: got 4 on 2 node"),
         ("--gpus 12 --gpus-per-node 8", "--gpus-per-node: got 8 on 1 node"),
     ):
