@@ -50,6 +50,7 @@ class CausalLMDataModule(LightningDataModule):
         self._samples: dict[str, Samples] = {}
         self._refused: Exception | None = None
         self._stream: StreamLoader | None = None
+        self._streams_train = False
         self._position: dict[str, Any] | None = None
 
     def attach(self, tokenizer: PreTrainedTokenizerBase, seed: int, takes_pairs: bool | None = None) -> None:
@@ -67,18 +68,24 @@ class CausalLMDataModule(LightningDataModule):
         for split in ("train" if split == "val" and held_out else split for split in splits):
             entries: dict[str, Any] = {split: pinned(getattr(self.config, split)) or None}
             self.config = dataclasses.replace(self.config, **entries)
-        wanted = [split for split in splits if split not in self._samples]
-        found = prepare_samples(self.config, wanted, self._encoder()) if wanted else {}
+        self._streams_train |= self.config.streaming and "train" in splits and self.config.has("train")
+        done = {*self._samples, *(["train"] if self._streams_train else [])}
+        wanted = [split for split in splits if split not in done]
+        self._samples |= prepare_samples(self.config, wanted, self._encoder()) if wanted else {}
+        found: dict[str, Any] = {split: self._samples[split] for split in wanted if split in self._samples}
+        if self._streams_train and self._stream is None:
+            found["train"] = SampleStream(self.config, self._encoder(), 0)
         kinds = "rows with one completion, for CausalLMModule", "pairs, for lit_fsdp.PreferenceModule"
-        for split, samples in found.items():
-            fits = self._takes_pairs in (None, samples.pairs)
-            require(fits, f"data.{split}", kinds[samples.pairs], kinds[not samples.pairs])
-        self._samples |= found
+        for split, has in found.items():
+            fits = self._takes_pairs in (None, has.pairs)
+            require(fits, f"data.{split}", kinds[has.pairs], kinds[not has.pairs])
         return self._samples
 
     def describe(self) -> dict[str, Any]:
         """What is about to be trained on, of the splits that are prepared: see :func:`describe_data`."""
-        return describe_data(self._samples, self.config, self._encoder())
+        encoder = self._encoder()
+        first = prepare_samples(self.config, ("train",), encoder) if self._streams_train else {}
+        return describe_data({**first, **self._samples}, self.config, encoder)
 
     def prompts(self, of: int | str) -> list[Prompt]:
         """Prompts of so many of the first validation rows that are kept, or of all rows of a source."""
@@ -192,11 +199,10 @@ class CausalLMDataModule(LightningDataModule):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Say so if global batches are other ones than before; DataError for a stream, where a position is lost."""
         self._position = state_dict.get("position")
-        streams = self.config.streaming and "train" in self._samples
-        now = self._streamed().stream.record() if streams else self.state_dict()
+        now = self._streamed().stream.record() if self._streams_train else self.state_dict()
         then = {name: state_dict.get(name, now[name]) for name in now}
         other = ", ".join(f"{name} {then[name]} → {now[name]}" for name in now if then[name] != now[name])
-        if streams and self._position and then["fingerprint"] != now["fingerprint"]:
+        if self._streams_train and self._position and then["fingerprint"] != now["fingerprint"]:
             fix = "resume with the same files, or the same revision of each source"
             raise DataError(f"data.train: not what was streamed before the checkpoint: {other}\n  fix:     {fix}")
         if other and is_first_process():
