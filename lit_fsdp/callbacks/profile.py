@@ -14,6 +14,8 @@ from torch.profiler import profile, record_function, schedule
 from lit_fsdp.callbacks.records import gathered
 from lit_fsdp.metrics.trace import PREFIX, WARMUP_STEPS, trace_record
 
+_TOP = 8
+
 
 class ProfileWindow(Callback):
     """Traces ``steps`` optimizer steps on every rank, after the first ``WARMUP_STEPS``, and ends training.
@@ -26,7 +28,8 @@ class ProfileWindow(Callback):
     def __init__(self, steps: int, folder: Path) -> None:
         self.steps, self.folder = steps, folder
         self.records: list[dict[str, Any]] = []
-        """What :func:`lit_fsdp.metrics.trace.trace_record` says of each rank, once the window is over."""
+        """What :func:`lit_fsdp.metrics.trace.trace_record` says of each rank, once the window is over, and
+        ``operators``: name, ms and calls per step of those that take longest by themselves."""
         self._mark = contextlib.ExitStack()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -60,9 +63,7 @@ class ProfileWindow(Callback):
                 torch.cuda.synchronize()  # the window begins and ends with an idle device
             self._profile.step()
             if self._done == WARMUP_STEPS + self.steps:
-                path = self.folder / f"rank-{trainer.global_rank}.json"
-                self._profile.export_chrome_trace(str(path))
-                self.records = gathered(trainer, trace_record(json.loads(path.read_text(encoding="utf-8"))))
+                self.records = gathered(trainer, self._record(self.folder / f"rank-{trainer.global_rank}.json"))
                 trainer.should_stop = True
         self._begin("data wait")
 
@@ -70,3 +71,12 @@ class ProfileWindow(Callback):
         self._mark.close()
         if phase:
             self._mark.enter_context(record_function(f"{PREFIX}{phase}"))
+
+    def _record(self, path: Path) -> dict[str, Any]:
+        self._profile.export_chrome_trace(str(path))
+        record = trace_record(json.loads(path.read_text(encoding="utf-8")))
+        kind = f"self_{'device' if record['on'] == 'device' else 'cpu'}_time_total"
+        every = (one for one in self._profile.key_averages() if not one.key.startswith((PREFIX, "ProfilerStep")))
+        longest = sorted(every, key=lambda one: -getattr(one, kind))[:_TOP]
+        operators = [(one.key, getattr(one, kind) / 1000 / self.steps, one.count / self.steps) for one in longest]
+        return {**record, "operators": operators}

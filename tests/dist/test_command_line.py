@@ -136,6 +136,7 @@ def test_a_profile_has_traces_and_tables_of_two_ranks(tmp_path: Path) -> None:
     assert [path.name for path in sorted(folder.glob("rank-*"))] == ["rank-0.json", "rank-1.json"]
     found = json.loads(done[0].out)
     assert found["advice"]
+    assert all(ms > 0 and calls > 0 for _, ms, calls in found["ranks"][0]["operators"])
     for rank, record in enumerate(found["ranks"]):
         events = json.loads((folder / f"rank-{rank}.json").read_text())["traceEvents"]
         marks = [event for event in events if event["name"].startswith("lit_fsdp: ")]
