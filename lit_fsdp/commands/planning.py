@@ -73,6 +73,7 @@ def run_plan(argv: Sequence[str]) -> int:
     parser.add_argument("--savings", action="store_true", help="only what takes less memory: bytes, and flags to paste")
     parser.add_argument("--json", action="store_true", help="JSON instead of tables on standard output")
     options, words = parser.parse_known_args(argv)
+    require(not (options.savings and options.json), "--json", "beside --savings", "one of the two")
     if options.gpu or options.memory:
         words.append("--trainer.accelerator=gpu")
     gpus, nodes, each = options.gpus, options.nodes, options.gpus_per_node
@@ -153,8 +154,8 @@ def _gpu(name: str) -> Any:
     from lit_fsdp.metrics.hardware import gpus
 
     known = {gpu.name: gpu for gpu in gpus()}
-    near = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.0)
-    require(name.lower() in known, "--gpu", name, ", ".join(near), f"write {near[0]}; or --memory GIB for any other")
+    near = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.3) or list(known)
+    require(name.lower() in known, "--gpu", name, ", ".join(near), "write one of these; or --memory GIB for any other")
     return known[name.lower()]
 
 

@@ -92,6 +92,8 @@ class Checkpoints:
     def optimizer_state(self, optimizer: Any, is_template: bool = False) -> dict[str, Any]:
         """Its state by parameter name; before a first step it has none, but ``is_template`` gives one to load into."""
         own = getattr(optimizer, "_optimizer", optimizer)
+        if is_template:  # torch makes none beside gradients, such as those of a fit that an exception has ended
+            own.zero_grad()
         is_new = self.reduce_boolean_decision(not own.state) and not is_template  # type: ignore[attr-defined]
         found = dcp_state.get_optimizer_state_dict(self._state_owner(), own)
         if is_new:  # torch has taken a step, which would count in every later one

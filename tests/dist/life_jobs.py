@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from typing import Any
@@ -314,8 +315,11 @@ def _weights(trainer: Trainer, net: LightningModule) -> dict[str, list[float]]:
     return {name: whole(tensor).float().flatten().tolist() for name, tensor in state.items()}
 
 
-def resumed(module: str, strategy: dict[str, Any] | None, folder: str) -> dict[str, Any]:
-    """Train two epochs, save, and go on for two in a new Trainer: the learning rate of each epoch."""
+def resumed(module: str, strategy: dict[str, Any] | None, folder: str, fails: bool = False) -> dict[str, Any]:
+    """Train two epochs, save, and go on for two in a new Trainer: the learning rate of each epoch.
+
+    With ``fails`` an exception ends the first Trainer in a third epoch, before its step, and the same module goes on.
+    """
     rates: list[float] = []
 
     class Rates(Callback):
@@ -326,11 +330,16 @@ def resumed(module: str, strategy: dict[str, Any] | None, folder: str) -> dict[s
             if trainer.current_epoch == 1:
                 trainer.save_checkpoint(path)
 
+        def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+            if trainer.max_epochs == 3 and trainer.current_epoch == 2:
+                raise ArithmeticError
+
     path = str(Path(folder) / "saved.ckpt")
-    for epochs, start in ((2, None), (4, path)):
+    for epochs, start in ((3 if fails else 2, None), (4, path)):
         torch.manual_seed(3)
-        trainer, net = _trainer(strategy, Rates(), max_epochs=epochs), globals()[module]()
-        trainer.fit(net, loader(range(4)), ckpt_path=start)
+        trainer, net = _trainer(strategy, Rates(), max_epochs=epochs), net if fails and start else globals()[module]()
+        with contextlib.suppress(ArithmeticError):
+            trainer.fit(net, loader(range(4)), ckpt_path=start)
     return {"rates": rates, "weights": _weights(trainer, net)}
 
 

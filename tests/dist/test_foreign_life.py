@@ -88,6 +88,15 @@ def test_a_resume_has_the_learning_rates_and_weights_of_one_run(tmp_path: Path, 
             assert_weights(found["weights"], wanted["weights"])
 
 
+def test_a_resume_in_the_module_of_a_fit_that_failed(tmp_path: Path) -> None:
+    """Its gradients, of a step that never came, are left behind."""
+    for engine in ENGINES:
+        job = {"module": "Unused", "strategy": {"engine": engine, "precision": "fp32"}, "folder": tmp_path / engine}
+        wanted = on_ranks("resumed", 2, **job)[0]
+        for found in on_ranks("resumed", 2, **job, fails=True):
+            assert_weights(found["weights"], wanted["weights"])
+
+
 def test_the_batch_arrives_as_the_loader_gives_it() -> None:
     """What is cast is what goes into layers; targets of 1000 and more keep their fractions on every engine."""
     wanted = [one["targets"] for one in on_ranks("live", 2, module="Exact", strategy={"engine": "ddp"})]
