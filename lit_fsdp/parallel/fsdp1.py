@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import warnings
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -76,6 +77,8 @@ class FSDP1Strategy(EngineStrategy, FSDPStrategy):
     def unit_options(self) -> dict[str, Any]:
         """Keyword arguments of FSDP1 for one unit; ``wrap()`` in ``configure_model`` gets them."""
         row, config, mixed = self.config.precision_config.row, self.config, None
+        # One rank shards nothing, and no_shard is deprecated in favor of DDP: both are said by the recipe.
+        warnings.filterwarnings("ignore", message=".*(NO_SHARD|switching to use).*")
         if row.compute != row.param or row.reduce != row.param:
             mixed = MixedPrecision(
                 param_dtype=TORCH_DTYPES[row.compute],

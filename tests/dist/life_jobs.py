@@ -335,9 +335,10 @@ def resumed(module: str, strategy: dict[str, Any] | None, folder: str, fails: bo
                 raise ArithmeticError
 
     path = str(Path(folder) / "saved.ckpt")
+    net = None
     for epochs, start in ((3 if fails else 2, None), (4, path)):
         torch.manual_seed(3)
-        trainer, net = _trainer(strategy, Rates(), max_epochs=epochs), net if fails and start else globals()[module]()
+        trainer, net = _trainer(strategy, Rates(), max_epochs=epochs), (fails and net) or globals()[module]()
         with contextlib.suppress(ArithmeticError):
             trainer.fit(net, loader(range(4)), ckpt_path=start)
     return {"rates": rates, "weights": _weights(trainer, net)}
