@@ -154,7 +154,8 @@ def _gpu(name: str) -> Any:
     from lit_fsdp.metrics.hardware import gpus
 
     known = {gpu.name: gpu for gpu in gpus()}
-    near = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.3)
+    near = [one for one in known if one.startswith(name.lower())]  # h100: of 80 GB, or the one with 94
+    near = near or difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.3)
     fix = f"write {near[0]}; or --memory GIB for any other" if near else "write --memory GIB"
     require(name.lower() in known, "--gpu", name, ", ".join(near or known), fix)
     return known[name.lower()]

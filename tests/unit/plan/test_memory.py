@@ -176,6 +176,7 @@ def test_what_cannot_be_answered_is_refused_before_anything_is_simulated(monkeyp
         ("--search", "--search, --write: got no size of a GPU"),
         ("--write best.yaml", "--search, --write: got no size of a GPU"),
         ("--gpu h100-80", "write h100-80gb"),
+        ("--gpu h100", "h100-80gb(.|\\n)*write h100-80gb"),
         ("--gpu xyz", "h100-80gb(.|\\n)*write --memory GIB"),
         ("--savings --json", "--json: got beside --savings"),
         ("--nodes 2", "add --gpus N"),
