@@ -43,7 +43,7 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.add(tag)
-        if tag not in ("meta", "line", "polyline"):
+        if tag != "meta":
             self._open.append(tag)
         given = dict(attrs)
         assert not given.keys() & {"src", "href", "onload", "onclick"}
@@ -54,9 +54,6 @@ class Page(HTMLParser):
         if tag == "tr":
             self.tables[self._title].append([])
         self._said = "" if tag != "b" else self._said
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.handle_starttag(tag, attrs)
 
     def handle_data(self, data: str) -> None:
         self._said += data

@@ -316,10 +316,7 @@ def _weights(trainer: Trainer, net: LightningModule) -> dict[str, list[float]]:
 
 
 def resumed(module: str, strategy: dict[str, Any] | None, folder: str, fails: bool = False) -> dict[str, Any]:
-    """Train two epochs, save, and go on for two in a new Trainer: the learning rate of each epoch.
-
-    With ``fails`` an exception ends the first Trainer in a third epoch, before its step, and the same module goes on.
-    """
+    """Two epochs, and two in a new Trainer, of the same module if ``fails``: before a step of a third in the first."""
     rates: list[float] = []
 
     class Rates(Callback):

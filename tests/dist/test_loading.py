@@ -62,7 +62,6 @@ def test_a_base_in_4_bits_is_never_held_in_16(large_model: Path) -> None:
     width, inner, blocks = shape["hidden_size"], shape["intermediate_size"], shape["num_hidden_layers"]
     layers = blocks * (4 * width * width + 3 * width * inner)
     scales = layers // 64 * 4
-    assert 2 * layers > 250 * MB
     for record in records:
         assert layers // 4 < record["held_bytes"] < layers // 4 + 12 * MB  # beside it half the embedding, and adapters
         assert above_imports(record) < record["held_bytes"] + scales + 110 * MB

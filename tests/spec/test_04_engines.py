@@ -59,10 +59,8 @@ def test_a_plain_loop(reference: Path, tmp_path: Path) -> None:
         losses.append(loss.item())
     for name, values in (("train_loss", losses), ("grad_norm", norms)):
         assert [float(value) for value in logged(tmp_path / "run", name).values()] == pytest.approx(values, rel=1e-5)
-    audit, page = (
-        json.loads((tmp_path / "run/audit.json").read_text()),
-        Page((tmp_path / "run/report.html").read_text()),
-    )
+    audit = json.loads((tmp_path / "run/audit.json").read_text())
+    page = Page((tmp_path / "run/report.html").read_text())
     peaks = [audit["predicted_peak_bytes"], *sorted(audit["measured_peak_bytes_per_rank"], reverse=True)]
     shown = [words for _, words in page.tables["Memory, planned and measured"][:3]]
     assert shown == [f"{peak / 2**20:.1f} MiB" for peak in peaks]
