@@ -120,11 +120,6 @@ class BackgroundSaver:
         self._pool = futures.ThreadPoolExecutor(1, "checkpoint-save")
         self._pending: list[futures.Future[None]] = []
 
-    @property
-    def is_writing(self) -> bool:
-        """Whether the last save goes on."""
-        return not all(future.done() for future in self._pending)
-
     def begin(self, snapshot: Snapshot, ranks: Ranks) -> None:
         """Copy, ``full`` gathered to rank 0 (a thread may not use training's groups), and let the thread write."""
 

@@ -21,7 +21,7 @@ def run_profile(argv: Sequence[str]) -> int:
     """Run ``lit-fsdp profile`` and return the exit code."""
     text = (
         "Where the time of a step goes: a Chrome trace per rank (for ui.perfetto.dev or chrome://tracing), and a table "
-        "of computing, communication, what of it nothing hides, and idle time, for each phase. A few steps are trained "
+        "of computing, communication, exposed communication and idle time for each phase. A few steps are trained "
         "as fit does it, and nothing is saved but that, in profile/ of the run folder."
     )
     example = "lit-fsdp profile -c recipes/quickstart.yaml -c configs/debug/smoke.yaml"

@@ -103,8 +103,8 @@ def advice(records: Sequence[Mapping[str, Any]]) -> list[str]:
     larger = "a larger data.micro_batch_size"
     cases = [
         (share("all", "data wait"), 0.1, "waits for data: data.num_workers: 2 reads ahead in processes"),
-        (share("exposed communication", *PHASES), 0.15, f"is sending that nothing hides: {larger}, or shard_grad_op"),
-        (share("idle", "forward", "backward"), 0.25, f"passes while operators are called: {larger}, or compile: true"),
+        (share("exposed communication", *PHASES), 0.15, f"is exposed communication: {larger}, or shard_grad_op"),
+        (share("idle", "forward", "backward"), 0.25, f"is idle between operators: {larger}, or compile: true"),
     ]
     least = min(total["compute"] / total["all"] for total in totals)
     nothing = f"nothing stands out: computing takes {least:.0%} of the step; lit-fsdp bench compares choices"

@@ -87,7 +87,7 @@ class Bench:
 
         def train(path: Path) -> None:
             self._begin_saving(path)
-            found.append(self._steps_until(lambda: not self._saver.is_writing))
+            found.append(self._steps_until(lambda: all(save.done() for save in self._saver._pending)))
 
         self._saved(train)
         return found[0]

@@ -45,7 +45,7 @@ class Watch(Callback):
         background: Any = trainer.strategy.background  # type: ignore[attr-defined]
         step = trainer.global_step
         self.visible[step] = [found.step for found in checkpoints(Path(trainer.default_root_dir))]
-        self.pending[step] = background is not None and background.is_writing
+        self.pending[step] = background is not None and not all(save.done() for save in background._pending)
         (Path(trainer.default_root_dir) / f"rank-{self.rank}-ended-{step}").touch()  # the writer waits for it
 
 
