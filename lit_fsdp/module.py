@@ -181,8 +181,7 @@ class CausalLMModule(LightningModule):
 
     @property
     def _loss_divisor(self) -> float:
-        strategy = self.trainer.strategy
-        return strategy.loss_divisor if isinstance(strategy, EngineStrategy) else 1.0
+        return float(getattr(self.trainer.strategy, "loss_divisor", 1.0))
 
     def configure_optimizers(self) -> Any:
         """The optimizer; weight decay on matrices only (two or more dimensions before sharding), and a schedule."""

@@ -43,8 +43,6 @@ _KEPT = 16  # the loader is ahead of the step by a batch or two
 
 Window = tuple[dict[str, Any], list[tuple[int, Row]]]
 """Where it begins, for JSON, and rows that are shuffled together, each with the number of its source."""
-
-
 GlobalBatch = tuple[list[tuple[int, list[Sample]]], dict[str, Any]]
 """Items of one optimizer step, each with its number in its window, and the position after it, for JSON."""
 

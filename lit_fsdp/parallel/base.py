@@ -36,7 +36,6 @@ from lit_fsdp.parallel.precision import (
     TORCH_DTYPES,
     DtypeContract,
     apply_float8,
-    cast_buffers,
     cast_inputs,
     cast_outputs,
     cast_parameters,
@@ -62,9 +61,7 @@ _QUIET_SECONDS = 15.0
 _LOST_CONTACT = re.compile(
     "lost contact|gloo|NCCL|ProcessGroup|Connection (closed|reset|refused)|Broken pipe|Timed out waiting|TCPStore"
 )
-_FREE_CHOICES = (
-    "process_group_backend", "timeout_seconds", "state_dict", "verbose", "contract", "nonfinite_gradients",
-)  # fmt: skip
+_FREE_CHOICES = "process_group_backend timeout_seconds state_dict verbose contract nonfinite_gradients".split()
 """Arguments in which the strategies of two Trainers that share a module may differ."""
 _WHOLE_WEIGHTS = ("StochasticWeightAveraging", "WeightAveraging", "EMAWeightAveraging", "ModelPruning")
 """Callbacks of Lightning that average or sort whole weights, but a rank has only shards."""
@@ -286,8 +283,9 @@ class EngineStrategy(Checkpoints):
         if not is_ours:  # which is given token ids
             self._cast_for_layers(module, plan)
         self._to_device(module)
-        if config.precision_config.buffer_dtype is not None:
-            cast_buffers(module, TORCH_DTYPES[config.precision_config.buffer_dtype])
+        if chosen := config.precision_config.buffer_dtype:  # as rotary frequencies lose positions in bf16
+            for buffer in (buffer for buffer in module.buffers() if buffer.is_floating_point()):
+                buffer.data = buffer.data.to(TORCH_DTYPES[chosen])
         shards, packed = self.mesh.size(self.mesh.ndim - 1), packed_weights(module)
         self.audit = {
             **audit(plan, shards, recompute),

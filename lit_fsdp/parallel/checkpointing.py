@@ -159,7 +159,7 @@ class Checkpoints:
         optimizers: list[dict[str, Any]] = []
         for index, optimizer in enumerate(self.optimizers):
             found = self.optimizer_state(optimizer, is_template=True)
-            found["state"] = {n: entry for n, entry in found["state"].items() if f"{_optim_prefix(index)}{n}" in names}
+            found["state"] = {n: entry for n, entry in found["state"].items() if f"optim{index or ''}/{n}" in names}
             optimizers.append(found)
             templates.update(_flat_optimizer(found, index))
         strict = self.lightning_module.strict_loading
@@ -193,8 +193,6 @@ class Checkpoints:
         for optimizer, saved in zip(self.optimizers, content.get("optimizer_states", []), strict=False):
             params = [param for group in saved["param_groups"] for param in group["params"]]
             here = [name for group in self.optimizer_state(optimizer)["param_groups"] for name in group["params"]]
-            if len(params) != len(here):
-                raise CheckpointError(f"{path}: its optimizer has {len(params)} parameters, the run's {len(here)}")
             # named there, or numbered in the order of the optimizer
             names = {p: p if isinstance(p, str) else name for p, name in zip(params, here, strict=True)}
             groups = [{**group, "params": [names[p] for p in group["params"]]} for group in saved["param_groups"]]
@@ -269,17 +267,13 @@ class Checkpoints:
         return self._root if self.config.engine == "fsdp1" else self.lightning_module
 
 
-def _optim_prefix(index: int) -> str:
-    return "optim/" if index == 0 else f"optim{index}/"
-
-
 def _flat_optimizer(state: Mapping[str, Any], index: int) -> dict[str, torch.Tensor]:
-    """``optim/<parameter>/<key>`` → tensor; numbers among the state become 0-dim tensors."""
+    """``optim/<parameter>/<key>``, of a second one ``optim1/``, → tensor; numbers become 0-dim tensors."""
     found: dict[str, torch.Tensor] = {}
     for name, entry in state["state"].items():
         for key, value in entry.items():
             plain = value if torch.is_tensor(value) else torch.tensor(value)
-            found.update(_unpacked(f"{_optim_prefix(index)}{name}/{key}", plain))
+            found.update(_unpacked(f"optim{index or ''}/{name}/{key}", plain))
     return found
 
 

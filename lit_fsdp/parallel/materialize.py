@@ -15,8 +15,6 @@ from lit_fsdp.models.weights import seeded
 from lit_fsdp.parallel.units import tied_names
 
 _TRIM_BYTES = 32 * 2**20
-
-
 Reader = Callable[[str, nn.Module, str, slice | None], torch.Tensor]
 """Gives, by a module's name, the module and an attribute, a parameter or buffer, or only rows of it, on the CPU."""
 

@@ -82,13 +82,6 @@ def declared_dtypes(row: DtypeRow, frozen: DtypeName | None) -> dict[str, str]:
     return {"param": row.param, **({"frozen": frozen} if frozen else {}), "compute": row.compute, "reduce": row.reduce}
 
 
-def cast_buffers(model: nn.Module, dtype: torch.dtype) -> None:
-    """Cast all floating-point buffers in place, once: rotary frequencies lose positions in bf16, so it is a choice."""
-    for buffer in model.buffers():
-        if buffer.is_floating_point():
-            buffer.data = buffer.data.to(dtype)
-
-
 def cast_inputs(module: nn.Module, dtype: torch.dtype) -> None:
     """Cast every floating-point tensor that ``module.forward`` is given, in plain containers."""
     module.register_forward_pre_hook(

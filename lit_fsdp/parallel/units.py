@@ -102,20 +102,11 @@ def plan_units(model: nn.Module, wrap: WrapConfig, path: str = "wrap", fp32: Col
 def audit(plan: UnitPlan, shard_degree: int, recompute: Mapping[str, str]) -> dict[str, Any]:
     """The plan as plain data for ``audit.json`` and the table: one row per unit and the totals."""
     total = max(1, plan.num_params)
-    rows = [
-        {
-            "name": unit.name or "(root)",
-            "class": unit.class_name,
-            "num_params": unit.num_params,
-            "num_trainable": unit.num_trainable,
-            "num_bytes": unit.num_bytes,
-            "quantization_bytes": unit.quantization_bytes,
-            "share": unit.num_params / total,
-            "tied": list(unit.tied),
-            "recompute": recompute.get(unit.name, "no"),
-        }
-        for unit in plan.units
-    ]
+    rows = []
+    for unit in plan.units:
+        row = dataclasses.asdict(unit)
+        row |= {"name": unit.name or "(root)", "class": row.pop("class_name"), "share": unit.num_params / total}
+        rows.append({**row, "recompute": recompute.get(unit.name, "no")})
     return {
         "wrapped_by": plan.source,
         "num_params": plan.num_params,
