@@ -17,20 +17,6 @@ from lit_fsdp.config.run import CheckpointConfig
 from lit_fsdp.errors import CheckpointError, require
 from lit_fsdp.host import size_words
 
-_USAGE = """usage: lit-fsdp ckpt ls PATH [--json]
-       lit-fsdp ckpt verify PATH [--json] [--sha256]
-       lit-fsdp ckpt import SOURCE -o FOLDER --model MODEL [options]
-
-  ls        step, time, size and metric of each checkpoint, and what is wrong
-  verify    the same, after every file was compared with its manifest
-  import    a checkpoint of Lightning, Accelerate or the Transformers Trainer as
-            one of ours
-
-lit-fsdp ckpt VERB --help explains one of them
-
-example:
-  lit-fsdp ckpt ls runs/smoke
-"""
 _IMPORT = (
     "Write a checkpoint of Lightning (file, FSDPStrategy, ModelParallelStrategy), Accelerate or the Transformers "
     "Trainer as a folder for lit-fsdp fit --ckpt_path. Nothing in it is run. To start from a Hugging Face folder, "
@@ -40,7 +26,12 @@ _IMPORT = (
 
 def run_ckpt(argv: Sequence[str]) -> int:
     """Run ``lit-fsdp ckpt …`` and return the exit code."""
-    return run_one_of("ckpt", {"ls": _ls, "verify": _verify, "import": _import}, _USAGE, argv)
+    verbs = {
+        "ls": ("step, time, size and metric of each checkpoint, and what is wrong", _ls),
+        "verify": ("the same, after every file was compared with its manifest", _verify),
+        "import": ("those of Lightning, Accelerate or the Transformers Trainer as ours", _import),
+    }
+    return run_one_of("ckpt", verbs, argv)
 
 
 def _ls(argv: Sequence[str]) -> int:

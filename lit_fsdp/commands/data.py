@@ -8,27 +8,22 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from lit_fsdp.commands.parsing import RECIPE, example_lines, flags_of, run_one_of, verb_parser
+from lit_fsdp.commands.parsing import RECIPE, flags_of, run_one_of, verb_parser
 from lit_fsdp.errors import require
 
 _SPLITS = ("train", "val", "test", "predict")
-_INSPECT = "lit-fsdp data inspect -c recipes/quickstart.yaml -c configs/debug/smoke.yaml"
-_USAGE = f"""usage: lit-fsdp data inspect {RECIPE}
-
-  inspect   what a recipe trains on: counts, lengths, packing, and samples with
-            what is supervised made visible; needs no GPU and no weights
-
-{example_lines(_INSPECT)}"""
+_TEXT = "counts, lengths, packing, and samples that show what is supervised"
 
 
 def run_data(argv: Sequence[str]) -> int:
     """Run ``lit-fsdp data …`` and return the exit code."""
-    return run_one_of("data", {"inspect": _inspect}, _USAGE, argv)
+    return run_one_of("data", {"inspect": (_TEXT, _inspect)}, argv)
 
 
 def _inspect(argv: Sequence[str]) -> int:
-    text = "What a recipe trains on, by the same code; it is tokenized into the cache that fit uses."
-    parser = verb_parser("data inspect", text, _INSPECT, RECIPE)
+    text = "What a recipe trains on, by the same code, without a GPU or weights; it is tokenized into the cache of fit."
+    example = "lit-fsdp data inspect -c recipes/quickstart.yaml -c configs/debug/smoke.yaml"
+    parser = verb_parser("data inspect", text, example, RECIPE)
     parser.add_argument("--n", type=int, default=5, help="samples to show, from the first on (default 5)")
     parser.add_argument("--split", choices=_SPLITS, help="whose samples; default: the first split the recipe has")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="lengths, supervised shares and packs as a picture")

@@ -74,19 +74,23 @@ def flags_of(parser: argparse.ArgumentParser) -> list[str]:
     return [action.dest for action in parser._actions if action.dest != "help"]
 
 
-def run_one_of(name: str, verbs: Mapping[str, Callable[[Sequence[str]], int]], usage: str, argv: Sequence[str]) -> int:
+def run_one_of(name: str, verbs: Mapping[str, tuple[str, Callable[[Sequence[str]], int]]], argv: Sequence[str]) -> int:
     """Run the verb that ``argv`` begins with, of those below ``lit-fsdp name``, and return its exit code.
+
+    ``verbs`` holds what each does, in at most 68 characters, and its function.
 
     Raises:
         ConfigError: There is no such verb; the nearest one is named.
     """
     if not argv or argv[0] in ("-h", "--help", "help"):
-        print(usage, end="", file=sys.stdout if argv else sys.stderr)
+        lines = "\n".join(f"  {verb:<10}{text}" for verb, (text, _) in verbs.items())
+        usage = f"usage: lit-fsdp {name} VERB [options]\n\n{lines}\n\nlit-fsdp {name} VERB --help explains one of them"
+        print(usage, file=sys.stdout if argv else sys.stderr)
         return 0 if argv else 2
     if argv[0] not in verbs:
         near = difflib.get_close_matches(argv[0], verbs, n=1) or list(verbs)[:1]
         raise ConfigError(f"lit-fsdp {name}", argv[0], ", ".join(verbs), f"lit-fsdp {name} {near[0]} ...")
-    return verbs[argv[0]](argv[1:])
+    return verbs[argv[0]][1](argv[1:])
 
 
 def columns(lines: Sequence[Sequence[str]], right: Sequence[str] = ()) -> str:

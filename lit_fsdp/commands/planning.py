@@ -193,13 +193,10 @@ def _search_table(results: Sequence[dict[str, Any]]) -> str:
     return columns([heads, *rows], right=heads[1:])
 
 
-_PREPARE = "lit-fsdp model prepare --name HuggingFaceTB/SmolLM2-135M-Instruct"
-
-
 def run_model(argv: Sequence[str]) -> int:
     """Run ``lit-fsdp model prepare`` and return the exit code."""
-    usage = f"usage: lit-fsdp model prepare {RECIPE}\n\n{parsing.example_lines(_PREPARE)}"
-    return parsing.run_one_of("model", {"prepare": _prepare}, usage, argv)
+    text = "fetch or convert a model and its tokenizer into the caches"
+    return parsing.run_one_of("model", {"prepare": (text, _prepare)}, argv)
 
 
 def _prepare(argv: Sequence[str]) -> int:
@@ -207,7 +204,8 @@ def _prepare(argv: Sequence[str]) -> int:
         "Fetch a model and its tokenizer from the hub, or convert them, into the caches that a run reads: on a login "
         "node, say, for compute nodes without a network. What is there already is only looked at."
     )
-    parser = verb_parser("model prepare", text, _PREPARE, RECIPE)
+    example = "lit-fsdp model prepare --name HuggingFaceTB/SmolLM2-135M-Instruct"
+    parser = verb_parser("model prepare", text, example, RECIPE)
     parser.add_argument("--name", help="hub name, folder or GGUF file; default: model.name of the recipe")
     options, words = parser.parse_known_args(argv)
     words += [f"--model.name={options.name}"] if options.name else []

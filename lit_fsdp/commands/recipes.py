@@ -14,21 +14,17 @@ from lit_fsdp.config.locations import shipped_root
 from lit_fsdp.config.parser import read_yaml
 from lit_fsdp.errors import ConfigError, require
 
-_USAGE = """usage: lit-fsdp recipes VERB [options]
-
-  ls               the recipes, then the fragments, that ship
-  show NAME        print one
-  cp NAME [DEST]   copy one to change it; default: into this folder
-
-example:
-  lit-fsdp recipes cp smollm2-135m_full_fsdp2_2xcpu my.yaml
-"""
 _TITLE = re.compile(r"# .+ \((?P<parameters>.+) parameters\), [\w-]+ fine-tune, (?P<hardware>.+)\.")
 
 
 def run_recipes(argv: Sequence[str]) -> int:
     """Run ``lit-fsdp recipes`` and return the exit code."""
-    return run_one_of("recipes", {"ls": _ls, "show": _show, "cp": _cp}, _USAGE, argv)
+    verbs = {
+        "ls": ("the recipes, then the fragments, that ship", _ls),
+        "show": ("print one", _show),
+        "cp": ("copy one to change it; default: into this folder", _cp),
+    }
+    return run_one_of("recipes", verbs, argv)
 
 
 def _ls(argv: Sequence[str]) -> int:

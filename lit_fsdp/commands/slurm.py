@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from lit_fsdp.commands.parsing import RECIPE, example_lines, run_one_of, verb_parser
+from lit_fsdp.commands.parsing import RECIPE, run_one_of, verb_parser
 from lit_fsdp.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -17,26 +17,18 @@ if TYPE_CHECKING:
     from lit_fsdp.launch.slurm_job import Job
 
 _EXAMPLE = "lit-fsdp slurm {} -c recipes/quickstart.yaml -c configs/debug/smoke.yaml"
-_USAGE = f"""usage: lit-fsdp slurm VERB {RECIPE}
-
-  render   print the sbatch file of a recipe on standard output, and what is
-           wrong with it on standard error
-  submit   submit it unless something is wrong; the job's number on standard
-           output, how to follow it on standard error
-
-lit-fsdp fit --help explains the keys of the slurm section
-Exit codes: 0; 1 submit found an error; 2 the recipe or the command line is
-wrong, or SLURM refuses
-
-{example_lines(_EXAMPLE.format("render"))}"""
+_TEXTS = {
+    "render": "print the sbatch file of a recipe; on standard error what is wrong",
+    "submit": "submit it unless something is wrong, and print the job's number",
+}
 _FLAGS = ("time", "partition", "account", "container")
 _SIZES = {"nodes": ("slurm.nodes", "trainer.num_nodes"), "gpus_per_node": ("slurm.gpus_per_node", "trainer.devices")}
 
 
 def run_slurm(argv: Sequence[str]) -> int:
     """Run ``lit-fsdp slurm`` and return the exit code."""
-    verbs = {verb: partial(_render_or_submit, verb) for verb in ("render", "submit")}
-    return run_one_of("slurm", verbs, _USAGE, argv)
+    verbs = {verb: (text, partial(_render_or_submit, verb)) for verb, text in _TEXTS.items()}
+    return run_one_of("slurm", verbs, argv)
 
 
 def _render_or_submit(verb: str, argv: Sequence[str]) -> int:

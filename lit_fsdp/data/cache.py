@@ -37,7 +37,7 @@ ARRAYS = {
 """Files of a folder of tokenized rows (``NAME.bin``) and the type of what is in them."""
 
 _log = logging.getLogger(__name__)
-_VERSION = 12
+_VERSION = 13
 """Of what is written; another one is another folder."""
 _NAMED = 20
 _ROWS = 100

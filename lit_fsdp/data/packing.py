@@ -170,7 +170,7 @@ def describe_data(samples: Mapping[str, Samples], config: DataConfig, encoder: R
 def _described(split: Samples) -> dict[str, Any]:
     meta, lengths = split.rows.meta, split.lengths
     tokens, supervised = int(lengths.sum()), int(split.num_supervised.sum())
-    quantiles = np.percentile(lengths, (0, 50, 95, 100)).tolist()
+    quantiles = np.percentile(lengths, (0, 50, 95, 100)).round().astype(int).tolist()
     return {
         "from": meta.get("seen", str(split.rows.folder)),
         **{name: meta[name] for name in ("sources", "rows_read", "dropped", "truncated")},

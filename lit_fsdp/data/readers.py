@@ -27,8 +27,7 @@ Row = tuple[str, dict[str, Any] | DataError]
 RawRow = tuple[str, Any]
 """Location, and columns, or why they cannot be read, or bytes of JSON."""
 
-_COLORS = ("red", "green", "blue", "white", "black", "yellow")
-_THINGS = ("box", "ball", "cup", "book", "lamp", "hat")
+_WORDS = ("red", "green", "blue", "white", "black", "yellow", "box", "ball", "cup", "book", "lamp", "hat")
 _BOM = b"\xef\xbb\xbf"
 _TABLE_ROWS = 250
 _TABLES = {".parquet": "parquet", ".arrow": "arrow"}
@@ -208,32 +207,18 @@ def _as_written(value: Any, kind: Any) -> Any:
 
 
 def generated_rows(count: int, seed: int = 0) -> list[dict[str, Any]]:
-    """``count`` short conversations, the same for the same seed: sums, reversed words and questions of two turns.
+    """``count`` short conversations, the same for the same seed: words in reverse order, in one turn or two.
 
     As ``messages``, and as ``chosen`` beside ``rejected``, whose last answer ends in another word.
     """
     source = random.Random(seed)  # noqa: S311 (nothing secret is made)
     rows = []
     for number in range(count):
-        turns = [
-            {"role": "user" if i % 2 == 0 else "assistant", "content": text}
-            for i, text in enumerate(_texts(number % 3, source))
-        ]
-        if number % 3 == 1:
-            turns = [{"role": "system", "content": "Repeat the words in reverse order."}, *turns]
-        *words, last = turns[-1]["content"].split(" ")
-        worse = [*turns[:-1], {"role": "assistant", "content": " ".join([*words, f"x{last[::-1]}"])}]
-        rows.append({"messages": turns, "chosen": turns, "rejected": worse})
+        turns = [{"role": "system", "content": "Repeat the words in reverse order."}] if number % 3 == 1 else []
+        for _ in range(1 + (number % 3 == 2)):
+            words = source.choices(_WORDS, k=source.randint(2, 6))
+            answer = {"role": "assistant", "content": " ".join(reversed(words))}
+            turns += [{"role": "user", "content": " ".join(words)}, answer]
+        worse = {"role": "assistant", "content": f"{answer['content']}x"}
+        rows.append({"messages": turns, "chosen": turns, "rejected": [*turns[:-1], worse]})
     return rows
-
-
-def _texts(kind: int, source: random.Random) -> list[str]:
-    if kind == 0:
-        a, b = source.randint(1, 99), source.randint(1, 99)
-        return [f"What is {a} + {b}?", f"{a} + {b} = {a + b}"]
-    if kind == 1:
-        words = [source.choice(_COLORS + _THINGS) for _ in range(source.randint(2, 6))]
-        return [" ".join(words), " ".join(reversed(words))]
-    color, thing = source.choice(_COLORS), source.choice(_THINGS)
-    first = [f"I have a {color} {thing}.", f"A {color} {thing}, noted."]
-    return [*first, f"Which color is my {thing}?", f"Your {thing} is {color}."]

@@ -34,7 +34,7 @@ class Unit:
     num_bytes: int  # of these in the storage dtype, before sharding
     quantization_bytes: int  # beside them, of what turns 4-bit weights back into weights, whole on every rank
     num_trainable: int
-    tied: tuple[str, ...]  # names under which a weight of this unit appears again
+    tied: list[str]  # names under which a weight of this unit appears again
     keeps_fp32: bool  # when it is gathered, whatever the precision mode says
 
 
@@ -179,7 +179,7 @@ def _count(
                 num_bytes=sum(n * p.element_size() for p, n in own),
                 quantization_bytes=sum(scales.get(id(p), 0) for p, _ in own),
                 num_trainable=sum(n for p, n in own if p.requires_grad),
-                tied=tuple(name for p, _ in own for name in ties[id(p)][1:]),
+                tied=[name for p, _ in own for name in ties[id(p)][1:]],
                 keeps_fp32=module in fp32,
             )
         )

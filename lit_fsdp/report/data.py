@@ -82,31 +82,21 @@ def data_table(record: Mapping[str, Any]) -> Table:
     table = Table("", title=title, title_justify="left")
     for name in record["splits"]:
         table.add_column(name, justify="right", overflow="fold")
-    columns = [_cells(split) for split in record["splits"].values()]
-    for label in columns[0] if columns else ():
-        if any(column[label] for column in columns):
-            table.add_row(label, *(Text(visible(column[label]) or "-") for column in columns))
+    splits = list(record["splits"].values())
+    for label in splits[0] if splits else ():
+        cells = [visible(_cell(split[label])) for split in splits]
+        if any(cells):
+            table.add_row(label.replace("_", " "), *(Text(cell or "-") for cell in cells))
     return table
 
 
-def _cells(split: Mapping[str, Any]) -> dict[str, str]:
-    """Label and text of every line of a split's column; no text where there is nothing to say."""
-    packs, dropped = split["packs"], "\n".join(f"{count:,} {reason}" for reason, count in split["dropped"].items())
-    sources = []
-    for source in split["sources"]:
-        rows = f"{source['rows']:,} " if "rows" in source else ""  # not known of a stream
-        sources.append(f"{source['name']}: {rows}{source['format']}")
-    return {
-        "from": split["from"],
-        "samples of each source": "\n".join(sources),
-        "rows read": f"{split['rows_read']:,}",
-        "dropped": dropped or "0",
-        "truncated": f"{split['truncated']:,}",
-        "samples": f"{split['samples']:,}",
-        "packs": f"{packs['count']:,}, {packs['fill']:.1%} full" if packs else "",
-        "tokens min / median / p95 / max": " / ".join(f"{value:,.0f}" for value in split["lengths"].values()),
-        "supervised": f"{split['supervised_share']:.1%} of {split['tokens']:,} tokens",
-    }
+def _cell(value: Any) -> str:
+    """Lists and mappings line by line, shares in percent; no text where there is nothing to say."""
+    if isinstance(value, Mapping):
+        return "\n".join(f"{name}: {_cell(part)}" for name, part in value.items())
+    if isinstance(value, list):
+        return "\n".join(", ".join(map(_cell, source.values())) for source in value)
+    return f"{value:.1%}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else value or ""
 
 
 def write_plot(splits: Mapping[str, Samples], max_seq_length: int, path: Path) -> None:
