@@ -152,7 +152,7 @@ def make_once(folder: Path, make: Callable[[Path], None], what: str) -> Path:
                 _make(folder, make, what)
     except OSError as error:
         raise CheckpointError(
-            f"{folder}: cannot be written ({error}); set data.cache_dir or LIT_FSDP_CACHE to another folder"
+            f"{what}: {folder} cannot be written ({error}); set data.cache_dir or LIT_FSDP_CACHE to another folder"
         ) from error
     return folder
 

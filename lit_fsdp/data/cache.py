@@ -23,7 +23,7 @@ from lit_fsdp.data.encode import EncodedRow, RowEncoder
 from lit_fsdp.data.readers import RawRow, Row
 from lit_fsdp.data.sources import Source, content_hash, find_sources
 from lit_fsdp.data.workers import load
-from lit_fsdp.errors import CheckpointError, ConfigError, DataError
+from lit_fsdp.errors import ConfigError, DataError
 from lit_fsdp.host import cache_root, is_first_process, make_once
 
 ARRAYS = {
@@ -87,25 +87,23 @@ def prepare_rows(sources: Sources, config: DataConfig, encoder: RowEncoder) -> T
 
     Raises:
         DataError: A source or row is bad, or no token of any row is supervised.
+        CheckpointError: The cache cannot be written.
     """
     found = find_sources(sources, config)
     name = ", ".join(source.name for source in found)
     root = Path(config.cache_dir).expanduser() if config.cache_dir else cache_root()
-    try:
-        seen = [source.seen() for source in found]
-        digests = [source.digest(root) for source in found]
-        parts = [[digest, source.format, source.columns] for digest, source in zip(digests, found, strict=True)]
-        fingerprint = content_hash([_VERSION, parts, encoder.text, config.on_bad_row])
+    seen = [source.seen() for source in found]
+    digests = [source.digest(root) for source in found]
+    parts = [[digest, source.format, source.columns] for digest, source in zip(digests, found, strict=True)]
+    fingerprint = content_hash([_VERSION, parts, encoder.text, config.on_bad_row])
 
-        def make(folder: Path) -> None:
-            meta = {"fingerprint": fingerprint, "digests": digests, **_write(folder, found, config, encoder)}
-            if [source.seen() for source in found] != seen:
-                raise DataError(f"{name}: changed while it was read\n  fix:     start again once it is complete")
-            (folder / "meta.json").write_text(json.dumps(meta, indent=1), encoding="utf-8")
+    def make(folder: Path) -> None:
+        meta = {"fingerprint": fingerprint, "digests": digests, **_write(folder, found, config, encoder)}
+        if [source.seen() for source in found] != seen:
+            raise DataError(f"{name}: changed while it was read\n  fix:     start again once it is complete")
+        (folder / "meta.json").write_text(json.dumps(meta, indent=1), encoding="utf-8")
 
-        rows = open_rows(make_once(root / "data" / fingerprint, make, f"tokenizing {name}"))
-    except CheckpointError as error:  # of make_once
-        raise DataError(f"tokenizing {name}: {error}") from error
+    rows = open_rows(make_once(root / "data" / fingerprint, make, f"tokenizing {name}"))
     say_dropped(rows.meta["refused"])
     return rows
 

@@ -20,7 +20,6 @@ from rich.text import Text
 from lit_fsdp.data.batches import Sample
 from lit_fsdp.data.packing import Samples
 
-_OPEN, _CLOSE = "⟦", "⟧"
 _OBEYED = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 _HEAD, _SUPERVISED, _SPECIAL = "bold cyan", "bold green", "reverse"
 
@@ -55,18 +54,16 @@ def _decoded(tokenizer: Any, ids: list[int], start: int, end: int) -> str:
 
 
 def print_samples(console: Console, tokenizer: Any, name: str, samples: Sequence[Sample]) -> None:
-    """Samples as text; supervised tokens are colored, or between ``⟦`` and ``⟧`` where there is no color."""
+    """Samples as text, with supervised tokens in color and between ``⟦`` and ``⟧``."""
     say = partial(console.print, soft_wrap=True, highlight=False)
-    marks = console.color_system is None or console.no_color
-    how = f"between {_OPEN} and {_CLOSE}" if marks else "green"
-    say(Text(f"supervised tokens are {how}, ⟨U+001B⟩ is a character that is not printed as it is"))
+    say(Text("supervised tokens are between ⟦ and ⟧, ⟨U+001B⟩ is a character that is not printed as it is"))
     for number, (ids, supervised) in enumerate(samples):
         title = f"\n━━ {name} {number}: {len(ids):,} tokens, {np.count_nonzero(supervised):,} supervised"
         say(Text(title, _HEAD))
         text, inside = Text(), False
         for said, is_supervised, is_special in [*pieces(tokenizer, ids, supervised), ("", False, False)]:
-            if marks and is_supervised != inside:
-                text.append(_OPEN if is_supervised else _CLOSE)
+            if is_supervised != inside:
+                text.append("⟦" if is_supervised else "⟧")
             inside = is_supervised
             text.append(visible(said), " ".join([_SUPERVISED] * is_supervised + [_SPECIAL] * is_special))
         say(text)

@@ -17,7 +17,7 @@ from lit_fsdp.config.data import DataConfig
 from lit_fsdp.data import cache as tokenized
 from lit_fsdp.data.readers import generated_rows
 from lit_fsdp.data.stream import prepare_samples
-from lit_fsdp.errors import DataError
+from lit_fsdp.errors import CheckpointError
 from lit_fsdp.models.tokenizers import miniature_tokenizer
 from tests.faults.tracked import CHAOS, SURVIVED
 from tests.runs import content
@@ -92,7 +92,7 @@ def test_a_full_disk(tmp_path: Path, prepare: Prepare, small_disk: Callable[[str
     needed = sum(-(-len(content) // 4096) * 4096 for content in whole.values())
     for share in (10, 50, 95):
         disk = small_disk(f"disk{share}", needed * share // 100)
-        with pytest.raises(DataError) as told:
+        with pytest.raises(CheckpointError) as told:
             prepare(disk)
         assert "No space left on device" in str(told.value)
         assert "set data.cache_dir or LIT_FSDP_CACHE to another folder" in str(told.value)
