@@ -17,7 +17,7 @@ from lit_fsdp.callbacks.stop import StopOnSignal, StopRequested
 from lit_fsdp.signals import SignalFlags
 from tests.dist.jobs import Losses, digest, local, module_for, trainer_for
 
-ROWS, STEPS_PER_EPOCH = 45, 6  # of the 68 rows 45 fit: five global batches of eight, and one of five
+ROWS, STEPS_PER_EPOCH = 45, 6  # of the 69 rows 45 fit: five global batches of eight, and one of five
 
 
 class FrozenModule(CausalLMModule):
@@ -144,7 +144,7 @@ def elastic_run(
     module = module_for(folder, warmup_steps=4)
     module.__class__ = KINDS[kind]
     given = {"max_seq_length": 40, "global_batch_size": 8, "micro_batch_size": micro, **(data or {})}
-    rows = CausalLMDataModule(**{"train": "generated:68", "seed": 3, "cache_dir": f"{run}/../cache", **given})
+    rows = CausalLMDataModule(**{"train": "generated:69", "seed": 3, "cache_dir": f"{run}/../cache", **given})
     stopped = None
     try:
         trainer.fit(module, datamodule=rows, ckpt_path=ckpt_path)
