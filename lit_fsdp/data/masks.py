@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
-from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -16,7 +14,6 @@ import numpy as np
 from lit_fsdp.errors import DataError, require
 
 Span = tuple[int, int]
-_START, _END = itemgetter(0), itemgetter(1)
 Marked = tuple[list[int], np.ndarray]
 """Token ids of a text, and whether each lies in a span."""
 
@@ -79,23 +76,24 @@ class SpanEncoder:
         return [self._mask(text, encoding, wanted, location) for text, encoding, wanted, location in parts]
 
     def _mask(self, text: str, encoding: Any, spans: Sequence[Span], location: str) -> Marked:
-        ids, offsets = encoding.ids, encoding.offsets
+        ids, supervised = encoding.ids, np.zeros(len(encoding), dtype=bool)
+        offsets_of = encoding.token_to_chars  # a list of all takes longer than to ask for those at borders
         if self._take_blanks:
-            offsets = [self._literal(text, *token) for token in zip(ids, offsets, strict=True)]
-        supervised = np.zeros(len(ids), dtype=bool)
+            offsets_of = [self._literal(text, *token) for token in zip(ids, encoding.offsets, strict=True)].__getitem__
         across: list[tuple[int, Span]] = []
-        for start, end in spans:
-            first, last = bisect_right(offsets, start, key=_END), bisect_left(offsets, end, key=_START)
-            inner, outer = bisect_left(offsets, start, first, key=_START), bisect_right(offsets, end, 0, last, key=_END)
-            supervised[inner:outer] = True
-            across += [(i, (start, end)) for i in {*range(first, inner), *range(outer, last)}]
-        borders = {at for i, span in across for at in span if offsets[i][0] < at < offsets[i][1]}
+        for span in spans:
+            (left, first), (last, right) = (_border(encoding, offsets_of, at, len(text)) for at in span)
+            across += [(i, span) for i in {*range(left, first), *range(last, right)}]
+            while last > first and offsets_of(last - 1)[0] >= span[1]:  # without a text of its own
+                last -= 1
+            supervised[first:last] = True
+        borders = {at for i, span in across for at in span if offsets_of(i)[0] < at < offsets_of(i)[1]}
         split = self._split(text, ids, spans, [0, *sorted(borders), len(text)], location) if borders else None
         if split is not None:
             return split
         for index, (start, end) in across:
             # only the blank that belongs to the word after it
-            if text[offsets[index][0] : start] != " " or offsets[index][1] > end:
+            if text[offsets_of(index)[0] : start] != " " or offsets_of(index)[1] > end:
                 raise DataError(
                     f"{location}: token {encoding.tokens[index]!r} lies across the border of an assistant turn\n"
                     "  fix:     give data.chat_template with a line break or special token between the turns"
@@ -127,6 +125,15 @@ class SpanEncoder:
         masks = zip(pieces, encoded, strict=True)
         parts = [self._mask(piece, found, inner, location) for (piece, inner), found in masks]
         return [token for part, _ in parts for token in part], np.concatenate([mask for _, mask in parts])
+
+
+def _border(encoding: Any, offsets_of: Callable[[int], Span], at: int, length: int) -> tuple[int, int]:
+    """The first token that ends behind a character, and the first one from there on that begins at it or behind it."""
+    tokens = filter(lambda token: token is not None, map(encoding.char_to_token, range(at, length)))
+    token = begins = next((token for token in tokens if offsets_of(token)[1] > at), len(encoding))
+    while begins < len(encoding) and offsets_of(begins)[0] < at:
+        begins += 1
+    return token, begins
 
 
 @lru_cache(maxsize=2)
