@@ -130,12 +130,12 @@ def test_tied_weights_stay_in_the_unit_around_all_their_users():
     outside.again.weight = outside.blocks[1].weight
     plan = plan_units(outside, AUTO)
     assert sizes(plan) == {"blocks.0": 16, "blocks.2": 16, "": 16}
-    assert (plan.units[-1].tied, plan.num_params) == (("again.weight",), 48)
+    assert (plan.units[-1].tied, plan.num_params) == (["again.weight"], 48)
     inside = Holder(blocks=nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(2)))
     inside.blocks[0][1].weight = inside.blocks[0][0].weight
     plan = plan_units(inside, AUTO)
     assert sizes(plan) == {"blocks.0": 24, "blocks.1": 40, "": 0}
-    assert plan.units[0].tied == ("blocks.0.1.weight",)
+    assert plan.units[0].tied == ["blocks.0.1.weight"]
 
 
 def test_too_much_in_the_root_is_refused_with_the_share():
@@ -193,7 +193,7 @@ def test_auto():
         assert sorted(unit.name for unit in plan.units) == sorted([*blocks, *(f"model.{end}" for end in ends), ""])
         assert {name for name, module in plan.modules.items() if module in plan.blocks} == set(blocks), model_type
         assert plan.source == f"the model's no-split classes ({block_class})"
-        assert plan.units[-1].tied == tuple(f"model.{name}" for name in tied), model_type
+        assert plan.units[-1].tied == [f"model.{name}" for name in tied], model_type
         assert not any(unit.tied for unit in plan.units[:-1])
         assert bool(plan.kept_together) == bool(tied)
         assert all(param.is_meta for param in model.parameters())
