@@ -12,12 +12,12 @@ from lit_fsdp.commands.parsing import RECIPE, flags_of, run_one_of, verb_parser
 from lit_fsdp.errors import require
 
 _SPLITS = ("train", "val", "test", "predict")
-_TEXT = "counts, lengths, packing, and samples that show what is supervised"
 
 
 def run_data(argv: Sequence[str]) -> int:
     """Run ``lit-fsdp data …`` and return the exit code."""
-    return run_one_of("data", {"inspect": (_TEXT, _inspect)}, argv)
+    text = "counts, lengths, packing, and samples that show what is supervised"
+    return run_one_of("data", {"inspect": (text, _inspect)}, argv)
 
 
 def _inspect(argv: Sequence[str]) -> int:

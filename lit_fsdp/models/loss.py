@@ -331,12 +331,12 @@ def _differentiate(
     leaf_CD = hidden_CD.detach().requires_grad_()
     with torch.enable_grad():
         z_CV = plan.logits(head, leaf_CD)
-    logits = torch.autograd.graph.get_gradient_edge(z_CV)
+    edge = torch.autograd.graph.get_gradient_edge(z_CV)
     log_p_CV, nll_C, correct_C = _scores(z_CV.detach(), targets_C)
-    del z_CV  # and in place, as tensors of this size are the largest cost
+    del z_CV  # backward needs its edge alone, and tensors of this size are the largest cost
     grad_CV = log_p_CV.exp_()
     grad_CV[torch.arange(len(targets_C), device=targets_C.device), targets_C] -= 1
-    dhidden_CD, *found = torch.autograd.grad(logits, [leaf_CD, *trained], grad_CV.mul_(_FP16_ROOM), allow_unused=True)
+    dhidden_CD, *found = torch.autograd.grad(edge, [leaf_CD, *trained], grad_CV.mul_(_FP16_ROOM), allow_unused=True)
     for i, grad in enumerate(found):
         if grad is not None:
             so_far = sums[i]  # add_ widens as it reads: a wide copy would be as large as the sum

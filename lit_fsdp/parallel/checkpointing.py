@@ -193,6 +193,8 @@ class Checkpoints:
         for optimizer, saved in zip(self.optimizers, content.get("optimizer_states", []), strict=False):
             params = [param for group in saved["param_groups"] for param in group["params"]]
             here = [name for group in self.optimizer_state(optimizer)["param_groups"] for name in group["params"]]
+            if len(params) != len(here):
+                raise CheckpointError(f"{path}: its optimizer has {len(params)} parameters, the run's {len(here)}")
             # named there, or numbered in the order of the optimizer
             names = {p: p if isinstance(p, str) else name for p, name in zip(params, here, strict=True)}
             groups = [{**group, "params": [names[p] for p in group["params"]]} for group in saved["param_groups"]]
