@@ -314,6 +314,10 @@ def parser_error(message: str, known: Iterable[str]) -> ConfigError:
     rule = re.search(r"- (\w+): got (.*)\n\s*allowed: (.*)(?:\n\s*fix: *(.*))?", message)
     if rule:  # of a section that stands for a word
         return ConfigError(f"{key}.{rule[1]}", rule[2], rule[3], rule[4] or "")
+    why = r"(module .* has no attribute .*|No module named .*|does not correspond .*)"
+    lost = re.search(rf"(?:class_path '|Import path )([\w.]+)(?:':\s+| ){why}", message)
+    if lost:
+        return ConfigError(key, f"{lost[1]} ({lost[2]})", "a class of this kind that can be imported")
     value = re.search(r"(?:Got|Given) value: (.*)", message)
     wanted = re.findall(r"Expected an? (.*?)(?:\. Got value.*)?$", message, re.MULTILINE)
     if not value or not wanted:

@@ -51,9 +51,10 @@ def test_resume_on_the_other_engine_continues_run_and_metrics(smoke: Path, tmp_p
     few = lit_fsdp("fit", *SMOKE, *words[:-1], "3", cwd=smoke, python=server().python)
     assert few.returncode == 2
     assert "trainer.max_steps: got 3 with run/checkpoints/step-00000004" in few.stderr
-    words += ["--model.optim.lr=0.001", "--trainer.strategy.init_args.engine=fsdp1"]
-    words += ["--trainer.strategy.init_args.sharding=hybrid_shard"]
-    done = command(2, ["fit", *SMOKE, *words], smoke)
+    lost = lit_fsdp("fit", *SMOKE, *words, "--trainer.callbacks+=torch.Nope", cwd=smoke, python=server().python)
+    assert "trainer.callbacks: got torch.Nope (module 'torch' has no attribute 'Nope')" in lost.stderr
+    choices = [f"--trainer.strategy.init_args.{choice}" for choice in ("engine=fsdp1", "sharding=hybrid_shard")]
+    done = command(2, ["fit", *SMOKE, *words, "--model.optim.lr=0.001", *choices], smoke)
     assert [rank.code for rank in done] == [0, 0], done[0].err
     assert "trainer.strategy.init_args.replicate_degree: None → 2 (2 ranks on one node)" in done[0].err
     said = done[0].err.split("resumed from step 4: run/checkpoints/step-00000004\n")[1].splitlines()
