@@ -33,6 +33,8 @@ _UNKNOWN = {
     "tool_responses": "each as a message of the role tool",
 }
 """What other programs write into messages and nothing here would heed, and what to write instead."""
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Names of the thoughts in a message: templates read the first, or, as GPT-OSS, the second."""
 _UNKNOWN_MASKS = ("loss_mask", "assistant_masks", "assistant_mask")
 _IGNORED = -100
 
@@ -179,6 +181,8 @@ def _message(turn: Any, location: str) -> Message:
         raise DataError(f"{location}: train {_shown(made['train'])}\n  allowed: true or false")
     if made.pop("tool_calls", None):
         made = {"content": "", **made, "tool_calls": _calls(turn["tool_calls"], location)}
+    if thoughts := [made[key] for key in REASONING if key in made]:  # transformers < 5.21 leaves other names unread
+        made = {"thinking": thoughts[0], **made, "reasoning_content": thoughts[0]}
     if isinstance(made.get("content"), (list, tuple)) and made["content"]:
         made["content"] = "".join(_part(part, location) for part in made["content"])
     return {**made, "content": text_of(made, "content", location)}
