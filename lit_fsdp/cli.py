@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import traceback
 from collections.abc import Sequence
@@ -17,7 +18,6 @@ from jsonargparse import Namespace
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
-from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lit_fsdp.callbacks.checkpoint import Checkpoint
@@ -415,10 +415,10 @@ class RecipeCLI(LightningCLI):
     def end_children(self, grace_seconds: float = 5.0) -> None:
         """Do not leave ranks waiting for one that failed: kill those that have not noticed it after a while."""
         trainer = getattr(self, "trainer", None)
-        launcher = trainer and trainer.strategy.launcher
-        if isinstance(launcher, _SubprocessScriptLauncher):
-            RANKS.children.extend(launcher.procs)
-            launcher.procs.clear()  # Lightning's observer of this list would kill this process as soon as one has ended
+        procs: list[Any] = getattr(trainer and trainer.strategy.launcher, "procs", [])
+        if any(isinstance(process, subprocess.Popen) for process in procs):
+            RANKS.children.extend(procs)
+            procs.clear()  # Lightning's observer of this list would kill this process as soon as one has ended
         RANKS.end(grace_seconds)
 
 

@@ -80,7 +80,8 @@ def reading(
     try:
         yield
     except _UNREADABLE as error:
-        if isinstance(error, ImportError) and "gguf" in str(error).lower():
-            fix = "install the gguf package: pip install 'lit-fsdp[gguf]'"
+        if isinstance(error, ImportError):  # transformers says what it misses in words, Python by name
+            missing = "'lit-fsdp[gguf]'" if "gguf" in str(error).lower() else error.name
+            fix = f"pip install {missing}" if missing else "install the package that it names"
         given = f"{source} ({type(error).__name__}: {' '.join(str(error).split())[:300]})"
         raise ConfigError(field, given, "what transformers can read", fix) from error

@@ -32,6 +32,18 @@ def test_failures_say_what_to_do(monkeypatch):
         assert "lit-fsdp model prepare --name some/model" in raised.value.fix
 
 
+def test_a_missing_package_is_named():
+    for error, fix in (
+        (ModuleNotFoundError("No module named 'sentencepiece'", name="sentencepiece"), "pip install sentencepiece"),
+        (ImportError("Please install gguf>=0.10.0 to load a GGUF file"), "pip install 'lit-fsdp[gguf]'"),
+        (ImportError("it requires the protobuf library"), "install the package that it names"),
+        (OSError("no such file"), "check that the files are whole"),
+    ):
+        with pytest.raises(ConfigError) as raised, hub.reading("some.gguf"):
+            raise error
+        assert raised.value.fix == fix
+
+
 @pytest.fixture
 def hub_cache(tmp_path, monkeypatch, saved):
     """A model in the layout of the hub's cache, as another process has left it there."""
