@@ -139,6 +139,12 @@ class RecipeCLI(LightningCLI):
 
     # -- the parser
 
+    def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
+        """Lightning's parser; what lightning 2.6 calls ``instantiate_classes`` ends with jsonargparse 5."""
+        parser: Any = super().init_parser(**kwargs)
+        parser.instantiate_classes = parser.instantiate
+        return parser
+
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
         """The verb that runs, or all: each parser takes as long to build as the others."""
         every = super().subcommands()
