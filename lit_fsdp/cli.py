@@ -233,10 +233,11 @@ class RecipeCLI(LightningCLI):
         asked, parsed = self.config, self._section()
         check_launch(vars(parsed.trainer), os.environ)
         self.resume = self._find_resume()
-        if self.verb == "fit" and (self.resume.path or is_requeued()):
+        if self.verb == "fit":
             self.config = asked.clone()
             manifest, folder = self.resume.manifest, Path(parsed.trainer.default_root_dir)
-            go_on_logging(self._section().trainer, folder, manifest.global_step if manifest else 0)
+            step = (manifest.global_step if manifest else 0) if self.resume.path or is_requeued() else None
+            go_on_logging(self._section().trainer, folder, step)
         super().instantiate_classes()
         self.config = asked
         split, data = _STAGES[self.verb][0], self.datamodule
