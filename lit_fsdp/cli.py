@@ -125,7 +125,7 @@ class RecipeCLI(LightningCLI):
         )
         if "model" in self.line.foreign:
             self._is_foreign_model = not issubclass(self._named_class("model"), CausalLMModule)
-        use_loader(not self._is_foreign_model)
+        use_loader(not self._is_foreign_model, lambda values: self.line.in_short(values, self._open, _arguments))
 
     def _named_class(self, name: str) -> Any:
         """The class that the recipe names for ``model`` or ``data``, else ours."""
@@ -166,14 +166,18 @@ class RecipeCLI(LightningCLI):
             ("model", self._model_class, self.subclass_mode_model, self.model_class),
             ("data", self._datamodule_class, self.subclass_mode_data, self.datamodule_class),
         ]
+        self._open: list[str] = []
         for name, base, in_mode, given in classes:
             is_open = in_mode or given is None
+            self._open += [name] if is_open else []
             if not is_open or self.shows_help:  # help is that of the class that is named, else of ours
                 parser.add_lightning_class_args(self._named_class(name) if is_open else base, name)
                 continue
             parser.add_subclass_arguments(base, name, required=False)
-            if given is None and (self.model_class is None or not self._is_foreign_model):
-                parser.set_defaults({name: {"class_path": OWN_CLASSES[name]}})
+            has_default = given is None and (self.model_class is None or not self._is_foreign_model)
+            if path := self.line.classes.get(name, OWN_CLASSES[name] if has_default else None):
+                self._named_class(name)
+                parser.set_defaults({name: {"class_path": path}})
 
     def _add_arguments(self, parser: LightningArgumentParser) -> None:
         for name, cls in SECTIONS.items():
@@ -192,7 +196,8 @@ class RecipeCLI(LightningCLI):
         if isinstance(args, (dict, Namespace)):
             super().parse_arguments(parser, args)
         else:
-            words = [*([self.verb] if self.verb else []), *(["--help"] if self.shows_help else self.line.words)]
+            given = ["--help"] if self.shows_help else self.line.short_words(not self._is_foreign_model, self._open)
+            words = [*([self.verb] if self.verb else []), *given]
             known = self._parser(self.verb)._actions if self.verb else []
             self.config = parse(parser, words, known=[action.dest for action in known])
         self.verb = self.config.get("subcommand")
@@ -234,10 +239,11 @@ class RecipeCLI(LightningCLI):
         asked, parsed = self.config, self._section()
         check_launch(vars(parsed.trainer), os.environ)
         self.resume = self._find_resume()
-        if self.verb == "fit" and (self.resume.path or is_requeued()):
+        if self.verb == "fit":
             self.config = asked.clone()
             manifest, folder = self.resume.manifest, Path(parsed.trainer.default_root_dir)
-            go_on_logging(self._section().trainer, folder, manifest.global_step if manifest else 0)
+            step = (manifest.global_step if manifest else 0) if self.resume.path or is_requeued() else None
+            go_on_logging(self._section().trainer, folder, step)
         super().instantiate_classes()
         self.config = asked
         split, data = _STAGES[self.verb][0], self.datamodule
@@ -453,6 +459,13 @@ def _listed(value: Any) -> list[Any]:
 def _imported(path: str) -> Any:
     module, _, name = path.rpartition(".")
     return getattr(__import__(module, fromlist=[name]), name)
+
+
+def _arguments(path: str) -> list[str]:
+    """The names of what a class takes, also through the ``**kwargs`` that it hands on."""
+    cls = _imported(path)
+    added = jsonargparse.ArgumentParser().add_class_arguments(cls, "it", fail_untyped=False, sub_configs=True)
+    return [key.split(".")[1] for key in added]
 
 
 def _is_lightnings(error: BaseException) -> bool:
