@@ -42,7 +42,7 @@ from lit_fsdp.models.tokenizers import load_tokenizer
 from lit_fsdp.models.weights import ModelSource, Weights, open_weights
 from lit_fsdp.parallel.base import EngineStrategy
 from lit_fsdp.parallel.grads import scale_grads
-from lit_fsdp.parallel.materialize import Materializer
+from lit_fsdp.parallel.materialize import Materializer, has_meta
 from lit_fsdp.parallel.units import clean_name
 
 _log = logging.getLogger(__name__)
@@ -124,6 +124,10 @@ class CausalLMModule(LightningModule):
             self._weights = LoraWeights(open_weights(self.source, bare, seed), model, seed, device)
         if not isinstance(strategy, EngineStrategy):
             Materializer(self, self.read_tensor, torch.device("cpu")).fill_all()
+
+    def cpu(self) -> Self:
+        """Move to the host, as Lightning's own strategies do in the end; not what an error has left on meta."""
+        return self if has_meta(self) else super().cpu()
 
     def read_tensor(self, module_name: str, module: nn.Module, attribute: str, rows: slice | None) -> torch.Tensor:
         """One tensor of the model, or only its rows, for whoever fills the meta model."""
