@@ -204,6 +204,7 @@ class CausalLMModule(LightningModule):
                 options.append(group | ({"use_muon": use_muon} if splits else {}))
         known = inspect.signature(cls).parameters
         own: dict[str, Any] = {"betas": (optim.beta1, optim.beta2), "eps": optim.eps}
+        own["iterates_in"] = "fp32" if self._computes_in_fp32 else "bf16"
         # Adafactor's eps are two
         own = {n: value for n, value in own.items() if n in known and np.shape(known[n].default) == np.shape(value)}
         arguments = own | dict(optim.optimizer_args or {})
@@ -219,6 +220,13 @@ class CausalLMModule(LightningModule):
         options = [{name: value for name, value in g.items() if name != "params"} for g in optimizer.param_groups]
         self._configured = scheduler, options
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    @property
+    def _computes_in_fp32(self) -> bool:
+        strategy = self.trainer.strategy
+        if isinstance(strategy, EngineStrategy):
+            return strategy.config.precision_config.row.compute == "fp32"
+        return self.trainer.precision == "32-true"
 
     def _total_steps(self, optim: OptimConfig) -> int:
         """Optimizer steps of the whole run; only schedules that end need it."""

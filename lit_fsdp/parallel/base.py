@@ -411,6 +411,9 @@ class EngineStrategy(Checkpoints):
             # of others nobody knows what they make of shards
             if package.partition(".")[0] in ("torch", "torchao", "transformers") and self.shard_group is not None:
                 check_optimizer(f"{package}.{name}", self.config.engine, f"{self.path}.engine")
+            if type(optimizer) is torch.optim.Muon and self.shard_group is not None and dist.get_rank() == 0:
+                text = "of shards torch.optim.Muon makes updates that are up to 30 % apart from those of one process; "
+                _log.warning("%slit_fsdp.MuonWithAdamW, with use_muon in its groups, takes whole matrices", text)
             check_packed_state(optimizer, self.config.offloads, self._names)
             params = (p for group in optimizer.param_groups for p in group["params"])
             stray = next((f"a tensor of shape {tuple(p.shape)}" for p in params if id(p) not in self._names), None)
