@@ -118,7 +118,7 @@ def ending_together(loader: Any, group: dist.ProcessGroup | None) -> Any:
                 if num_ended < ranks and not said and dist.get_rank() == 0:
                     text = "a loader (%s) has ended after %d batches on %d of %d ranks, and so on all of them"
                     _log.warning(text, type(loader).__name__, number, num_ended, ranks)
-                said = True
+                    said = True
                 return
             yield batch
             number += 1
