@@ -42,7 +42,7 @@ from lit_fsdp.models.tokenizers import load_tokenizer
 from lit_fsdp.models.weights import ModelSource, Weights, open_weights
 from lit_fsdp.parallel.base import EngineStrategy
 from lit_fsdp.parallel.grads import scale_grads
-from lit_fsdp.parallel.materialize import Materializer
+from lit_fsdp.parallel.materialize import Materializer, has_meta
 from lit_fsdp.parallel.units import clean_name
 
 _log = logging.getLogger(__name__)
@@ -125,6 +125,10 @@ class CausalLMModule(LightningModule):
         if not isinstance(strategy, EngineStrategy):
             Materializer(self, self.read_tensor, torch.device("cpu")).fill_all()
 
+    def cpu(self) -> Self:
+        """Move to the host, as Lightning's own strategies do in the end; not what an error has left on meta."""
+        return self if has_meta(self) else super().cpu()
+
     def read_tensor(self, module_name: str, module: nn.Module, attribute: str, rows: slice | None) -> torch.Tensor:
         """One tensor of the model, or only its rows, for whoever fills the meta model."""
         assert self._weights is not None
@@ -200,6 +204,7 @@ class CausalLMModule(LightningModule):
                 options.append(group | ({"use_muon": use_muon} if splits else {}))
         known = inspect.signature(cls).parameters
         own: dict[str, Any] = {"betas": (optim.beta1, optim.beta2), "eps": optim.eps}
+        own["iterates_in"] = "fp32" if self._computes_in_fp32 else "bf16"
         # Adafactor's eps are two
         own = {n: value for n, value in own.items() if n in known and np.shape(known[n].default) == np.shape(value)}
         arguments = own | dict(optim.optimizer_args or {})
@@ -215,6 +220,13 @@ class CausalLMModule(LightningModule):
         options = [{name: value for name, value in g.items() if name != "params"} for g in optimizer.param_groups]
         self._configured = scheduler, options
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    @property
+    def _computes_in_fp32(self) -> bool:
+        strategy = self.trainer.strategy
+        if isinstance(strategy, EngineStrategy):
+            return strategy.config.precision_config.row.compute == "fp32"
+        return self.trainer.precision == "32-true"
 
     def _total_steps(self, optim: OptimConfig) -> int:
         """Optimizer steps of the whole run; only schedules that end need it."""

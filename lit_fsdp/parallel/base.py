@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.data import sized_len
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
@@ -26,8 +27,10 @@ from torch.utils.data import DataLoader
 
 from lit_fsdp.checkpoint.ranks import Ranks
 from lit_fsdp.config.strategy import StrategyConfig, check_optimizer, check_quantized, mesh_shape
+from lit_fsdp.data.batches import Resumable
 from lit_fsdp.errors import ConfigError, ContractError, require
 from lit_fsdp.parallel.activation import prepare_blocks, recompute_by_unit, resolve_gradient_checkpointing
+from lit_fsdp.parallel.alike import check_alike, ending_together, kinds_of, options_of, tensors_of
 from lit_fsdp.parallel.checkpointing import Checkpoints, check_packed_state
 from lit_fsdp.parallel.debug import write_rank
 from lit_fsdp.parallel.grads import GuardedSteps
@@ -119,6 +122,7 @@ class EngineStrategy(Checkpoints):
     num_processes: int
     world_size: int
     _launcher: Any
+    lr_scheduler_configs: list[Any]
     _layer_sync: Any  # of Trainer(sync_batchnorm=True)
 
     def __init__(self, config: StrategyConfig) -> None:
@@ -138,6 +142,7 @@ class EngineStrategy(Checkpoints):
         self._names: dict[int, str] = {}
         self._used: set[str] = set()
         self._noted: dict[int, torch.Tensor] = {}
+        self._host_group: dist.ProcessGroup | None = None
         super().__init__(  # type: ignore[call-arg]
             process_group_backend=config.process_group_backend, timeout=timedelta(seconds=config.timeout_seconds)
         )
@@ -226,7 +231,18 @@ class EngineStrategy(Checkpoints):
         """Give each loader a generator of its own; they would draw from the global one, which a resume goes on with."""
         if isinstance(dataloader, DataLoader) and dataloader.generator is None:
             dataloader.generator = torch.Generator().manual_seed(torch.initial_seed())
-        return super().process_dataloader(dataloader)  # type: ignore[misc]
+        loader = super().process_dataloader(dataloader)  # type: ignore[misc]
+        trainer = self.lightning_module.trainer
+        apart = not (self.config.is_sharded or trainer.training)  # copies that evaluate do not wait for each other
+        if self.world_size == 1 or apart or isinstance(loader, Resumable):  # as ours, which are alike
+            return loader
+        is_endless = sized_len(loader) is None
+        field = f"{trainer.state.stage.dataloader_prefix}_dataloader"
+        check_alike("looking for lengths", {field: "no length" if is_endless else "a length"})
+        if is_endless and self._host_group is None and self.root_device.type != "cpu":
+            timeout = timedelta(seconds=self.config.timeout_seconds)
+            self._host_group = dist.new_group(backend="gloo", timeout=timeout)
+        return ending_together(loader, self._host_group) if is_endless else loader
 
     def setup(self, trainer: Any) -> None:
         """Shard the LightningModule (once), check the contract, build the optimizers."""
@@ -251,10 +267,13 @@ class EngineStrategy(Checkpoints):
             self.setup_optimizers(trainer)  # type: ignore[attr-defined]
             self._names = {id(p): clean_name(name) for name, p in module.named_parameters()}
             self._check_optimized()
+            check_alike("comparing optimizers", kinds_of(self.optimizers, self.lr_scheduler_configs))
         self.setup_precision_plugin()  # type: ignore[attr-defined]
 
     def _setup_module(self, module: Any, is_ours: bool) -> None:
         config, manual = self.config, self.config.wrap_config.manual
+        # FSDP1's own units hold this rank's shards
+        check_alike("comparing parameters", tensors_of(module, not manual or config.engine != "fsdp1"))
         fits = manual or not units_already_wrapped(module)
         require(fits, f"{self.path}.wrap", "a model that is already wrapped", "a plain model, or wrap: manual")
         kinds = FSDPModule if config.engine == "fsdp1" else FullyShardedDataParallel
@@ -392,6 +411,9 @@ class EngineStrategy(Checkpoints):
             # of others nobody knows what they make of shards
             if package.partition(".")[0] in ("torch", "torchao", "transformers") and self.shard_group is not None:
                 check_optimizer(f"{package}.{name}", self.config.engine, f"{self.path}.engine")
+            if type(optimizer) is torch.optim.Muon and self.shard_group is not None and dist.get_rank() == 0:
+                text = "of shards torch.optim.Muon makes updates that are up to 30 % apart from those of one process; "
+                _log.warning("%slit_fsdp.MuonWithAdamW, with use_muon in its groups, takes whole matrices", text)
             check_packed_state(optimizer, self.config.offloads, self._names)
             params = (p for group in optimizer.param_groups for p in group["params"])
             stray = next((f"a tensor of shape {tuple(p.shape)}" for p in params if id(p) not in self._names), None)
@@ -453,12 +475,17 @@ class EngineStrategy(Checkpoints):
 
     def on_train_start(self) -> None:
         """Train or evaluate a model as a checkpoint would hold it, in as many steps on every rank; collective."""
-        trainer = self.lightning_module.trainer
+        module, trainer = self.lightning_module, self.lightning_module.trainer
         numbers = {"train": "num_training_batches", "test": "num_test_batches", "predict": "num_predict_batches"}
         of = numbers.get(trainer.state.stage.value, "num_val_batches")
-        if self.config.is_sharded:  # ranks with more batches than others would wait for these for good
+        if trainer.training:
+            options = options_of(self.optimizers, self.lr_scheduler_configs)
+            check_alike("comparing the ranks", tensors_of(module, is_whole=False) | options)
+        # ranks with more batches than others would wait for these for good
+        if self.config.is_sharded or trainer.training:
             found = Ranks().run("counting batches", lambda: getattr(trainer, of))
-            allowed = "as many on every rank, by a sampler of your own (use_distributed_sampler=False); or engine ddp"
+            allowed = "as many on every rank, by a sampler of your own (use_distributed_sampler=False)"
+            allowed += "" if trainer.training else "; or engine ddp"
             require(found.count(found[0]) == len(found), f"trainer.{of}", " and ".join(map(str, found)), allowed)
         self._sync_buffers()
 
