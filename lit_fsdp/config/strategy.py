@@ -299,7 +299,10 @@ _NEEDS = {
     "Adafactor": ("ddp | single", "it takes means over rows and columns of whole matrices"),
     "torchao.": ("fsdp2 | ddp | single", "fsdp1 cannot gather its 8-bit blocks for a checkpoint"),
     "Muon": ("fsdp2 | ddp | single", "it needs whole matrices, of which fsdp1 gives flat parts"),
-    "bitsandbytes.": ("ddp | single", "its kernels step whole tensors; torchao.optim.AdamW8bit steps shards of fsdp2"),
+    "bitsandbytes.": (
+        "none",
+        "no checkpoint holds its state; torchao.optim.AdamW8bit works with fsdp2, ddp and single",
+    ),
     "Rprop": ("fsdp1 | ddp | single", "it writes to gradients by a mask, which torch does not do on shards"),
     "LBFGS": ("none", "it computes the loss several times per step"),
     "SparseAdam": ("none", "it takes sparse gradients alone"),

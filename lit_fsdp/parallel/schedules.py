@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-_FIX = 'return {"optimizer": ..., "lr_scheduler": {"scheduler": ..., "interval": "step"}} of configure_optimizers'
+_FIX = 'return {"optimizer": ..., "lr_scheduler": {"scheduler": ..., "interval": "step"}} from configure_optimizers'
 
 
 def idle_schedulers(trainer: Any, configs: Iterable[Any]) -> list[str]:
@@ -23,7 +23,7 @@ def idle_schedulers(trainer: Any, configs: Iterable[Any]) -> list[str]:
     last = min([n for n in (trainer.max_steps, steps * (epochs or 0)) if n > 0], default=math.inf)
     found = []
     for config in configs:
-        name, every = type(config.scheduler).__name__, config.frequency
+        fix, name, every = _FIX, type(config.scheduler).__name__, config.frequency
         if config.interval == "epoch":
             first: float = every * steps
             at = f"after every {every} epochs of {steps} steps" if every > 1 else f"after every epoch of {steps} steps"
@@ -35,5 +35,5 @@ def idle_schedulers(trainer: Any, configs: Iterable[Any]) -> list[str]:
             )
         if first >= last > 1:
             end = f"this run ends after {last} steps" if first < math.inf else "there is none"
-            found.append(f"{name} moves nothing: Lightning steps it {at}, but {end}; {_FIX}")
+            found.append(f"{name} moves nothing: Lightning steps it {at}, but {end}; {fix}")
     return found
