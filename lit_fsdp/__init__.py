@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from lit_fsdp.errors import CheckpointError, ConfigError, ContractError, DataError
     from lit_fsdp.models.optimizers import MuonWithAdamW
     from lit_fsdp.module import CausalLMModule
+    from lit_fsdp.parallel.norms import grad_norms
     from lit_fsdp.preference import PreferenceModule
     from lit_fsdp.strategy import fsdp_strategy
 
@@ -37,6 +38,7 @@ _HOMES = {
     "RecipeCLI": "cli",
     "Samples": "callbacks.samples",
     "fsdp_strategy": "strategy",
+    "grad_norms": "parallel.norms",
     "load_weights": "checkpoint.store",
 }
 
@@ -54,6 +56,7 @@ __all__ = [
     "RecipeCLI",
     "Samples",
     "fsdp_strategy",
+    "grad_norms",
     "load_weights",
 ]
 

@@ -55,7 +55,7 @@ from lit_fsdp.launch.ranks import RANKS
 from lit_fsdp.models.build import check_attention
 from lit_fsdp.models.optimizers import optimizer_class
 from lit_fsdp.module import CausalLMModule
-from lit_fsdp.parallel.base import EngineStrategy
+from lit_fsdp.parallel.base import EngineStrategy, check_finders
 from lit_fsdp.parallel.units import plan_for
 from lit_fsdp.plan.memory import compared_memory
 from lit_fsdp.plan.search import advice, is_out_of_memory
@@ -341,7 +341,8 @@ class RecipeCLI(LightningCLI):
 
     def _check_run(self) -> None:
         """What needs the model or the number of ranks, which is known only now if ``devices`` is ``auto``."""
-        trainer, strategy, parsed = self.trainer, self.trainer.strategy, self._section()
+        trainer: Any = self.trainer
+        strategy, parsed = trainer.strategy, self._section()
         model, data = self.model, self.datamodule
         ours = {
             "model": isinstance(model, CausalLMModule),
@@ -363,6 +364,8 @@ class RecipeCLI(LightningCLI):
             rule(run)
         if ours["data"] and self.verb == "fit":
             self.datamodule.fix_batches(run.world_size, parsed.trainer.accumulate_grad_batches)
+        if ours["model"] or ours["data"]:
+            check_finders(trainer.callbacks, model)
         if isinstance(strategy, EngineStrategy):
             strategy.in_recipe = True
             strategy.check_environment(trainer, model, str(self.verb))

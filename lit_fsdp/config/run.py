@@ -284,10 +284,6 @@ def _optimizer_has_its_engine(run: RunConfig) -> None:
     path, engine = run.model.optim.optimizer, run.strategy.engine
     if run.foreign & {"model", "trainer.strategy"}:
         return
-    if path.startswith("torchao.optim."):
-        allowed = "AdamW8bit | Adam8bit of torchao.optim, whose state a checkpoint can hold"
-        fits = path.rpartition(".")[2] in ("AdamW8bit", "Adam8bit")
-        require(fits, "model.optim.class_path", path, allowed, "write torchao.optim.AdamW8bit")
     check_optimizer(path, engine, f"{STRATEGY}.engine")
 
 

@@ -16,7 +16,7 @@ from lit_fsdp.errors import CheckpointError
 from lit_fsdp.host import cache_root, make_once
 from lit_fsdp.models.hub import reading
 from lit_fsdp.models.tokenizers import read_tokenizer
-from lit_fsdp.models.weights import files_key, tied_groups
+from lit_fsdp.models.weights import files_key, refuse_quantized, tied_groups
 
 GgufConfig: Any = getattr(transformers, "GgufConfig", None)  # without one, transformers unpacks everything
 
@@ -42,6 +42,7 @@ def convert(source: Path, trust_remote_code: bool) -> Path:
         with reading(source):
             loaded: Any = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, **options)
         model, info = loaded
+        refuse_quantized(source, info["unexpected_keys"])
         if lacking := sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]])):
             some = "; ".join(lacking[:8])
             raise CheckpointError(f"{source}: {len(lacking)} tensors are missing or misshapen: {some}")

@@ -21,7 +21,15 @@ from lit_fsdp.models.convert import convert
 from lit_fsdp.models.hub import fetch, reading
 from lit_fsdp.models.miniature import HUB_NAMES_KEY, shipped_config, shrink
 from lit_fsdp.models.tokenizers import add_special_tokens, load_tokenizer, miniature_tokenizer, read_tokenizer
-from lit_fsdp.models.weights import ModelSource, Stored, files_key, match_names, open_weights, stored_tensors
+from lit_fsdp.models.weights import (
+    ModelSource,
+    Stored,
+    files_key,
+    match_names,
+    open_weights,
+    refuse_quantized,
+    stored_tensors,
+)
 
 _log = logging.getLogger(__name__)
 _FIELD = "model.name"
@@ -114,6 +122,7 @@ def _readable(folder: Path, hf_config: PretrainedConfig, trust_remote_code: bool
     """``folder``, or the one that it has been converted to if names or shapes are not the model's."""
     if tensors := stored_tensors(folder):
         match = match_names(build_on_meta(hf_config, "eager", trust_remote_code), tensors)
+        refuse_quantized(folder, match.unexpected)
         if not match.misshapen and not (match.missing and match.unexpected):
             return folder
     else:

@@ -82,6 +82,13 @@ CASES = (
     ("--:.engine=fsdp1 --model.optim.class_path=torchao.optim.AdamW8bit", "model.optim.class_path", ""),
     ("--:.engine=fsdp1 --model.optim.class_path=lit_fsdp.MuonWithAdamW", "model.optim.class_path", ""),
     ("--:.engine=fsdp1 --model.optim.class_path=torch.optim.Adafactor", "model.optim.class_path", ""),
+    ("--model.optim.class_path=torch.optim.Rprop", "model.optim.class_path", "write torch.optim.AdamW"),
+    ("--:.engine=ddp --model.optim.class_path=torch.optim.LBFGS", "model.optim.class_path", "write torch.optim.AdamW"),
+    (
+        "--allow-imports=bitsandbytes --model.optim.class_path=bitsandbytes.optim.Lion",
+        "model.optim.class_path",
+        "write",
+    ),
     ("--model.optim.class_path=torchao.optim.AdamW4bit", "model.optim.class_path", "write torchao.optim.AdamW8bit"),
     ("--samples.prompts=0", "samples.prompts", "write prompts: 8"),
     ("--samples.prompts=4", "samples.prompts", "set data.val or data.val_split"),

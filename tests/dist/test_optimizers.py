@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -113,3 +114,20 @@ def test_what_no_checkpoint_could_hold_is_refused(wide_model: Path, tmp_path: Pa
     optim = {"optimizer": "torchao.optim.AdamW8bit", "optimizer_args": {"block_size": 128}}
     with pytest.raises(RankError, match=r"AdamW8bit, with \[8064, 8256\] elements of .*down_proj\.weight"):
         on_ranks("optimized_run", 3, strategy={"engine": "fsdp2"}, model={"optim": optim}, **job)
+
+
+@pytest.mark.parametrize(("engine", "ranks"), [("fsdp2", 2), ("fsdp1", 2), ("ddp", 2), ("single", 1)])
+def test_what_fails_in_step_1_is_refused_before_the_first_batch(engine: str, ranks: int, tmp_path: Path) -> None:
+    everywhere = {"Nested": "a dict, more", "Asking": "closure", "LBFGS": "", "SparseAdam": "sparse|dense gradients"}
+    wanted = everywhere | {
+        "fsdp2": {"ByMask": "index_put", "Rprop": r"fsdp1 \| ddp \| single: ", "SGD": "_fused_sgd_"},
+        "fsdp1": {"ByNorm": "it computes with whole tensors"},
+    }.get(engine, {})
+    for found in on_ranks("tried", ranks, engine=engine, folder=str(tmp_path)):
+        assert {name for name, error in found.items() if error} == wanted.keys()
+        for name, cause in wanted.items():
+            said = (
+                rf"model\.optim\.class_path: got .*\.{name} with .*{engine}\n.*({cause}).*\n  fix: .*AdamW.*\n0 batches"
+            )
+            assert re.fullmatch(said, found[name]), found[name]
+        assert "Own" in found

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from lit_fsdp.config.model import ModelConfig
 from lit_fsdp.errors import ConfigError
@@ -98,3 +100,28 @@ def test_names_that_cannot_be_used(tmp_path, saved, tiny, no_hub):
     ):
         with pytest.raises(ConfigError, match=said):
             _resolve(str(name) if isinstance(name, Path) else name, **options)
+
+
+QUANTIZED = {  # by a tensor beside the weight of a layer, which is packed then, or in fp8
+    "weight.quant_state.bitsandbytes__nf4": "bitsandbytes", "weight.absmax": "bitsandbytes", "SCB": "bitsandbytes",
+    "qweight": "GPTQ", "qzeros": "GPTQ", "scales": "packed", "weight_packed": "compressed-tensors", "_blocks": "MXFP4",
+    "weight_scale_inv": "fp8", "weight_scale": "fp8", "weight._data": "another library",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "bin"])
+def test_quantized_weights_are_called_so_without_a_word_in_the_config(saved, no_hub, kind):
+    folder = saved("llama")
+    whole = load_file(folder / "model.safetensors")
+    name = "model.layers.0.self_attn.q_proj."
+    for word, library in QUANTIZED.items():
+        tensors = whole | {f"{name}{word}".replace("proj._", "proj_"): torch.ones(4, dtype=torch.uint8)}
+        if "scale_inv" not in word:  # whose weights have their shape
+            tensors[f"{name}weight"] = torch.ones(8, 1, dtype=torch.uint8)
+        (folder / "model.safetensors").unlink(missing_ok=True)
+        if kind == "bin":
+            torch.save(tensors, folder / "pytorch_model.bin")
+        else:
+            save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(ConfigError, match=rf"model\.name: got .*, which is quantized \(.*{library}.*{name[:-1]}"):
+            _resolve(str(folder))
