@@ -461,6 +461,8 @@ class EngineStrategy(Checkpoints):
             allowed = "as many on every rank, by a sampler of your own (use_distributed_sampler=False); or engine ddp"
             require(found.count(found[0]) == len(found), f"trainer.{of}", " and ".join(map(str, found)), allowed)
         self._sync_buffers()
+        if of == "num_training_batches":
+            self.check_state()
 
     on_validation_start = on_test_start = on_predict_start = on_train_start
 

@@ -125,3 +125,39 @@ def test_a_file_of_lightnings_own_goes_on(tmp_path: Path) -> None:
         assert set(found["steps"].values()) == {2.0}
         assert found["losses"] == pytest.approx(wanted["losses"], rel=1e-5)
         assert found["end"] == pytest.approx(wanted["end"], rel=1e-5)
+
+
+@pytest.mark.parametrize("engine", [*ENGINES, "ddp"])
+def test_callbacks_and_modules_go_on_with_the_state_of_their_rank(tmp_path: Path, engine: str) -> None:
+    """As it was on as many ranks; on others DTensors are sharded anew, and what fits no rank is refused or said."""
+    job = {"strategy": {"engine": engine}}
+    for kind in ("shards", "sharded", "numbers", "odd"):
+        found = on_ranks("keep", 2, run=tmp_path / kind, kind=kind, **job)
+        assert [(one["same"], one["said"]) for one in found] == [(True, [])] * 2, kind
+    # what rank 0 alone gives is every rank's, as with Lightning
+    first, second = on_ranks("keep", 2, run=tmp_path / "first", kind="first", **job)
+    assert first["same"]
+    assert second["given"] == first["given"] == {"it": {"words": ["a", [1.0, 1.0]]}}
+    wanted = on_ranks("keep", 2, run=tmp_path / "sharded", kind="sharded", **job)[0]["given"]
+    for other, ranks in (("fsdp1", 3), ("fsdp2", 1), ("ddp", 1)) if engine == "fsdp2" else (("fsdp2", 3),):
+        more = {"strategy": {"engine": other, "sharding": "no_shard" if ranks == 1 else "full_shard"}}
+        more |= {"run": tmp_path / f"{other}-{ranks}"}
+        for found in on_ranks("keep", ranks, kind="sharded", ckpt_path=tmp_path / "sharded" / "step=2.ckpt", **more):
+            assert found["given"] == wanted, other
+        found = on_ranks("keep", ranks, kind="numbers", ckpt_path=tmp_path / "numbers" / "step=2.ckpt", **more)[0]
+        assert found["given"] == {"it": {"seen": {"0": 0.5, "step": 2}, "last": 0}}
+        assert f"differed between the 2 ranks that saved it; all {ranks} go on with that of rank 0" in found["said"][0]
+        assert "callbacks.Keeper.it.last, callbacks.Keeper.it.seen.0, callbacks.Keeper.it.seen.1" in found["said"][0]
+        found = on_ranks("keep", ranks, kind="odd", ckpt_path=tmp_path / "odd" / "step=2.ckpt", **more)[0]
+        assert "tensors that each of 2 has saved of its own: callbacks.Keeper.it.a" in found["error"]
+        assert "resume as it was saved, leave that callback out, or let it keep DTensors" in found["error"]
+
+
+def test_a_state_that_no_checkpoint_can_hold_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    for kind, words in (
+        ("lambda", "callbacks.Keeper.it.x.0: cannot save a builtins.builtin_function_or_method"),
+        ("one rank's", "names, shapes and dtypes to save: state/callbacks/Keeper/it/x, state/mine/of_module/it/x"),
+    ):
+        for found in on_ranks("keep", 2, strategy={"engine": "fsdp2"}, run=tmp_path, kind=kind):
+            assert found["steps"] == 0
+            assert words in found["error"]
