@@ -277,7 +277,7 @@ class Checkpoints:
         ):
             # an imported checkpoint brings none: what the recipe says holds
             found["param_groups"] = before["param_groups"] or found["param_groups"]
-            self._set_optimizer(optimizer, found, dcp_state.StateDictOptions(strict=False))
+            self.set_optimizer_state(optimizer, found, dcp_state.StateDictOptions(strict=False))
         self._check_parameters("after resume", self.optimizers)
         if not self.config.is_sharded:
             state["state_dict"] = model  # where Lightning's WeightAveraging looks for its averages
@@ -298,7 +298,7 @@ class Checkpoints:
             groups = [{**group, "params": [names[p] for p in group["params"]]} for group in saved["param_groups"]]
             state = {"state": {names[p]: entry for p, entry in saved["state"].items()}, "param_groups": groups}
             lenient = dcp_state.StateDictOptions(full_state_dict=True, strict=False)  # unused ones have no state
-            self._set_optimizer(optimizer, state, lenient)
+            self.set_optimizer_state(optimizer, state, lenient)
         self._check_parameters("after resume", self.optimizers)
         return content
 
@@ -312,7 +312,8 @@ class Checkpoints:
             given, allowed = "; ".join(refused.values()), "plain Python data, NumPy data and tensors"
             require(not refused, f"{type(owner).__name__}.hparams", given, allowed, fix)
 
-    def _set_optimizer(self, optimizer: Any, saved: Any, options: dcp_state.StateDictOptions) -> None:
+    def set_optimizer_state(self, optimizer: Any, saved: Any, options: dcp_state.StateDictOptions) -> None:
+        """Give an optimizer a state as :meth:`optimizer_state` has it."""
         if saved["state"]:
             dcp_state.set_optimizer_state_dict(self._state_owner(), optimizer, saved, options=options)
             return

@@ -101,6 +101,7 @@ def test_averages_of_shards_are_refused_and_pruning_too() -> None:
         first, second = (one["error"] for one in trained(engine, callbacks={name: arguments}, max_epochs=2))
         assert first == second
         assert first.startswith(f"trainer.callbacks: got {name} with engine {engine}\n")
+        assert ("lit_fsdp.EMAWeights" in first) == ("Averaging" in name)
 
 
 def run_script(script: Path, root: Path, *launcher: str) -> subprocess.CompletedProcess[str]:
