@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lit_fsdp.callbacks.averages import EMAWeights
     from lit_fsdp.callbacks.checkpoint import Checkpoint
     from lit_fsdp.callbacks.isolation import IsolationProof
     from lit_fsdp.callbacks.samples import Samples
@@ -32,6 +33,7 @@ _HOMES = {
     "ConfigError": "errors",
     "ContractError": "errors",
     "DataError": "errors",
+    "EMAWeights": "callbacks.averages",
     "IsolationProof": "callbacks.isolation",
     "MuonWithAdamW": "models.optimizers",
     "PreferenceModule": "preference",
@@ -50,6 +52,7 @@ __all__ = [
     "ConfigError",
     "ContractError",
     "DataError",
+    "EMAWeights",
     "IsolationProof",
     "MuonWithAdamW",
     "PreferenceModule",

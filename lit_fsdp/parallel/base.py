@@ -200,8 +200,13 @@ class EngineStrategy(Checkpoints):
         check_finders(trainer.callbacks, module)
         for callback in trainer.callbacks if config.is_sharded else ():
             name = next((cls.__name__ for cls in type(callback).__mro__ if cls.__name__ in _WHOLE_WEIGHTS), "")
-            given = f"{name} with engine {config.engine}"
-            require(not name, "trainer.callbacks", given, "what does without whole weights, or engine ddp or single")
+            given, allowed = f"{name} with engine {config.engine}", "what does without whole weights, or ddp or single"
+            ours = "{class_path: lit_fsdp.EMAWeights, init_args: {decay: 0.999}}, in Python lit_fsdp.EMAWeights(0.999)"
+            require(not name, "trainer.callbacks", given, allowed, f"in a recipe {ours}" if "Averaging" in name else "")
+        for callback in trainer.callbacks if verb == "fit" and trainer.max_steps > 0 else ():
+            given = f"{type(callback).__name__}, whose first update comes after the last of {trainer.max_steps} steps"
+            fix = "let it begin earlier: until then it gives the weights that training began with, and to the end here"
+            require(_ever_averages(callback, trainer), "trainer.callbacks", given, "averages of what is trained", fix)
         # the root counts on one backward pass, after which the step comes
         wrong = config.engine == "fsdp1" and verb == "fit" and not module.automatic_optimization
         given = f"fsdp1 with manual optimization ({type(module).__name__})"
@@ -524,8 +529,21 @@ class EngineStrategy(Checkpoints):
         for text in idle_schedulers(trainer, self.lr_scheduler_configs) if trainer.training else ():
             if dist.get_rank() == 0:
                 _log.warning("%s", text)
+        if of == "num_training_batches":
+            self.check_state()
 
     on_validation_start = on_test_start = on_predict_start = on_train_start
+
+    def on_train_end(self) -> None:
+        """Say where averages of Lightning are still the weights that training began with."""
+        for callback in self.lightning_module.trainer.callbacks:
+            average = getattr(callback, "_average_model", None)
+            if average is not None and not average.n_averaged:
+                text = (
+                    "%s has averaged nothing yet: the model has the weights that training began with, and so have its "
+                )
+                text += "checkpoints, where those of the last step are current_model_state"
+                _log.warning(text, type(callback).__name__)
 
     def average_alone(self) -> None:
         """Average the gradients that no engine reduces, after a backward pass added to equal ones; collective."""
@@ -569,6 +587,17 @@ class EngineStrategy(Checkpoints):
             lost = f"{where} lost contact: another rank failed, was killed, hangs or is cut off; see its own log"
             exception.add_note(lost if is_lost else f"this was raised on {where}")
         super().on_exception(exception)  # type: ignore[misc]
+
+
+def _ever_averages(callback: Any, trainer: Any) -> bool:
+    """Whether an average of Lightning is updated within ``max_steps``; True for other callbacks."""
+    steps, should = trainer.max_steps, getattr(callback, "should_update", None)
+    epochs = steps if trainer.max_epochs in (None, -1) else min(steps, trainer.max_epochs)
+    return (
+        should is None
+        or any(should(step_idx=step) for step in range(steps))
+        or any(should(epoch_idx=epoch) for epoch in range(epochs))
+    )
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -102,6 +102,7 @@ def test_callbacks_that_need_whole_weights_or_other_batches_are_refused() -> Non
         first, second = (one["error"] for one in trained(engine, callbacks={name: arguments}, max_epochs=2))
         assert first == second
         assert re.match(rf"trainer\.callbacks: got {name}( with engine {engine})?\n", first)
+        assert ("lit_fsdp.EMAWeights" in first) == ("Averaging" in name)
 
 
 def test_norms_of_gradients_are_those_of_one_process() -> None:
