@@ -133,7 +133,7 @@ class EngineStrategy(Checkpoints):
         self.plan: UnitPlan | None = None
         self.audit: dict[str, Any] = {}
         self.contract = DtypeContract(config)
-        self.checkpoint_files: dict[str, Path] = {}
+        self.checkpoint_files: dict[str, bytes] = {}
         self.replicated: list[nn.Parameter] = []
         self._names: dict[int, str] = {}
         self._used: set[str] = set()
@@ -251,6 +251,7 @@ class EngineStrategy(Checkpoints):
             self.setup_optimizers(trainer)  # type: ignore[attr-defined]
             self._names = {id(p): clean_name(name) for name, p in module.named_parameters()}
             self._check_optimized()
+            self.check_files()
         self.setup_precision_plugin()  # type: ignore[attr-defined]
 
     def _setup_module(self, module: Any, is_ours: bool) -> None:

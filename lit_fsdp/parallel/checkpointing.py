@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from lit_fsdp.checkpoint import run_folder, store
 from lit_fsdp.checkpoint.importing import read_lightning_file
-from lit_fsdp.checkpoint.manifest import read_manifest
+from lit_fsdp.checkpoint.manifest import checked_extra, read_manifest
 from lit_fsdp.checkpoint.ranks import Ranks
 from lit_fsdp.checkpoint.state import refused as refused_in
 from lit_fsdp.checkpoint.store import BackgroundSaver
@@ -41,7 +41,7 @@ class Checkpoints:
     root_device: torch.device
     lightning_module: Any
     optimizers: list[Any]
-    checkpoint_files: dict[str, Path]
+    checkpoint_files: dict[str, bytes]
     verify_on_load = True  # by hashes; sizes always are
     fallback_checkpoints: Sequence[Path] = ()  # for the next load, in this order, if its checkpoint is damaged
     damaged_checkpoints: Mapping[Path, str] = MappingProxyType({})  # passed over by the last load, with the reason
@@ -116,7 +116,6 @@ class Checkpoints:
             groups.append({"param_groups": state["param_groups"]})
             tensors.update(_flat_optimizer(state, index))
         module, step = self.lightning_module, checkpoint.get("global_step")
-        describe, files = getattr(module, "checkpoint_manifest", dict), getattr(module, "checkpoint_files", dict)
         # the order of anybody else's data module is its own business
         locate = getattr(module.trainer.datamodule, "checkpoint_manifest", None)
         position = locate(step) if locate and step is not None and module.trainer.state.fn == "fit" else {}
@@ -129,7 +128,7 @@ class Checkpoints:
             "precision": self.contract.report()["declared"],
             "tied": self._ties,
             "on_signal": self.saves_on_signal,
-            **describe(),
+            **self._described(),
             **position,
         }
         store.save_checkpoint(
@@ -138,10 +137,22 @@ class Checkpoints:
             state={**checkpoint, "optimizer_states": groups},
             manifest=manifest,
             layout=self.config.state_dict,
-            files={**files(), **self.checkpoint_files},
+            files=self._small_files() if Ranks().is_first else {},
             rank_state=self._rng_before_window or self._rng_state(),
             background=self.background if self._in_background else None,
         )
+
+    def _described(self) -> dict[str, Any]:
+        return dict(getattr(self.lightning_module, "checkpoint_manifest", dict)())
+
+    def _small_files(self) -> dict[str, bytes | Path]:
+        return {**getattr(self.lightning_module, "checkpoint_files", dict)(), **self.checkpoint_files}
+
+    def check_files(self) -> None:
+        """Build on rank 0 what every save writes beside tensors and state, or raise on every rank; collective."""
+        described: Callable[[], object] = lambda: checked_extra({"global_step": 0, **self._described()})  # noqa: E731
+        if self.lightning_module.trainer.checkpoint_callbacks:
+            Ranks().first("building the files of checkpoints", lambda: bool([described(), self._small_files()]))
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load tensors into the sharded model and optimizers; the rest, no pickle, is for Lightning to restore."""
