@@ -68,7 +68,6 @@ class CausalLMModule(LightningModule):
         self._adapter_config: dict[str, Any] | None = None
         self._kept_with_adapter: list[str] = []
         self._base: dict[str, Any] | None = None
-        self._files: dict[str, bytes] | None = None
         self._decayed: set[str] = set()
         self._hidden: set[str] = set()
         self._configured: tuple[LambdaLR, list[dict[str, Any]]] | None = None
@@ -307,10 +306,5 @@ class CausalLMModule(LightningModule):
             self.check_checkpoint(read_manifest(folder))
 
     def checkpoint_files(self) -> dict[str, bytes]:
-        """Config, generation config and tokenizer, so that a checkpoint can be exported without anything else.
-
-        Built once, before the first step.
-        """
-        if self._files is None:
-            self._files = model_files(self.source, self.tokenizer, self.model)
-        return self._files
+        """Config, generation config and tokenizer, so that a checkpoint can be exported without anything else."""
+        return model_files(self.source, self.tokenizer, self.model)

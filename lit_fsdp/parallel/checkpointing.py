@@ -51,6 +51,7 @@ class Checkpoints:
     _in_background = False
     _root: nn.Module | None
     _ties: dict[str, str]
+    _files: dict[str, bytes] | None = None  # of the module, as they were before the first step; of rank 0
     _sync_buffers: Callable[[], None]
     _rng_after_load: dict[str, Any] | None = None
     _rng_before_window: dict[str, Any] | None = None
@@ -137,7 +138,7 @@ class Checkpoints:
             state={**checkpoint, "optimizer_states": groups},
             manifest=manifest,
             layout=self.config.state_dict,
-            files=self._small_files() if Ranks().is_first else {},
+            files={**(self._built_files() if self._files is None else self._files), **self.checkpoint_files},
             rank_state=self._rng_before_window or self._rng_state(),
             background=self.background if self._in_background else None,
         )
@@ -145,14 +146,20 @@ class Checkpoints:
     def _described(self) -> dict[str, Any]:
         return dict(getattr(self.lightning_module, "checkpoint_manifest", dict)())
 
-    def _small_files(self) -> dict[str, bytes | Path]:
-        return {**getattr(self.lightning_module, "checkpoint_files", dict)(), **self.checkpoint_files}
+    def _built_files(self) -> dict[str, bytes]:
+        return dict(getattr(self.lightning_module, "checkpoint_files", dict)())
 
     def check_files(self) -> None:
         """Build on rank 0 what every save writes beside tensors and state, or raise on every rank; collective."""
-        described: Callable[[], object] = lambda: checked_extra({"global_step": 0, **self._described()})  # noqa: E731
+        ranks, self._files = Ranks(), None
+
+        def build() -> None:
+            checked_extra({"global_step": 0, **self._described()})
+            self._files = self._built_files()
+
         if self.lightning_module.trainer.checkpoint_callbacks:
-            Ranks().first("building the files of checkpoints", lambda: bool([described(), self._small_files()]))
+            ranks.first("building the files of checkpoints", build)
+            self._files = self._files or {}  # nobody asks other ranks for theirs
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load tensors into the sharded model and optimizers; the rest, no pickle, is for Lightning to restore."""
