@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 import logging
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -14,7 +15,7 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from lit_fsdp.config.model import ModelConfig
-from lit_fsdp.errors import require
+from lit_fsdp.errors import ConfigError, require
 from lit_fsdp.host import cache_root, make_once
 from lit_fsdp.models.build import build_on_meta, vocabulary_tensors
 from lit_fsdp.models.convert import convert
@@ -99,6 +100,13 @@ def _find(name: Any, config: ModelConfig, with_weights: bool) -> tuple[Pretraine
         fix = "download its config.json and name that file"
         require(not config.miniature, _FIELD, f"{name} with miniature: true", allowed, fix)
         folder = fetch(name, "model" if with_weights else "config", config.trust_remote_code)
+    if (folder / "adapter_config.json").is_file():
+        base = json.loads((folder / "adapter_config.json").read_bytes()).get("base_model_name_or_path")
+        fix = (
+            f"name its base ({base}) and go on from its checkpoint with --ckpt_path; or merge the two: lit-fsdp export"
+            " --merge of that checkpoint, or peft's merge_and_unload"
+        )
+        raise ConfigError(_FIELD, f"{folder}, which holds an adapter", "a whole model", fix)
     fix = (
         "name a Hugging Face model folder (of a training checkpoint, export it first); for a model with its own code"
         " set trust_remote_code: true, after you have read that code"

@@ -89,6 +89,8 @@ def test_names_that_cannot_be_used(tmp_path, saved, tiny, no_hub):
     tiny("llama").save_pretrained(tmp_path / "bare")
     folder = saved("llama")
     config = json.loads((folder / "config.json").read_text())
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text('{"base_model_name_or_path": "some/base"}')
     (folder / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "gptq"}}))
     for name, said, options in (
         (None, "got null", {}),
@@ -96,6 +98,7 @@ def test_names_that_cannot_be_used(tmp_path, saved, tiny, no_hub):
         (tmp_path / "empty", r"config\.json[\s\S]*export it first", {}),
         (tmp_path / "bare", f"for random init name {tmp_path / 'bare' / 'config.json'}", {}),
         (folder, "which is quantized", {}),
+        (tmp_path / "adapter", r"holds an adapter\n.*\n.*name its base \(some/base\).*lit-fsdp export --merge", {}),
         ("some/model", "configs/model", {"miniature": True}),
         ({"model_type": "mamba"}, r"model\.miniature: got true for mamba", {"miniature": True}),
     ):
