@@ -375,6 +375,8 @@ class RecipeCLI(LightningCLI):
             self.resume.check(run)
             if ours["trainer.strategy"]:
                 plan_for(self.model.build(), run.strategy, STRATEGY)
+                if self.verb == "fit" and trainer.checkpoint_callbacks and trainer.is_global_zero:
+                    self.model.checkpoint_files()
 
     def _prepare(self) -> None:
         """Prepare the data, lock the run folder and write the recipe, before any process group exists."""
@@ -394,7 +396,7 @@ class RecipeCLI(LightningCLI):
             # beside the one of before, until the checkpoint is loaded: a resume may yet be refused
             path = folder / (PENDING_RECIPE if self.resume.path else "recipe.yaml")
             with naming(path):
-                path.write_text(self._recipe_text(ckpt_path=None), encoding="utf-8")  # not of a new run
+                path.write_bytes(self._recipe_of_run())
         if self._has_own_data() and trainer.is_global_zero:
             record_data(self.datamodule, verb, folder)
         strategy: Any = trainer.strategy
@@ -405,9 +407,12 @@ class RecipeCLI(LightningCLI):
             strategy.verify_on_load = parsed.resume.verify
             strategy.fallback_checkpoints = tuple(self.resume.others)
             if verb == "fit":
-                strategy.checkpoint_files["recipe.yaml"] = folder / "recipe.yaml"
+                strategy.checkpoint_files["recipe.yaml"] = self._recipe_of_run()
         FLAGS.has_peers = FLAGS.has_peers or trainer.world_size > 1
         RANKS.release()
+
+    def _recipe_of_run(self) -> bytes:
+        return self._recipe_text(ckpt_path=None).encode()  # not of a new run
 
     def _recipe_text(self, **instead: Any) -> str:
         """The resolved recipe, every default spelled out, short forms for our own classes, secrets as ``***``."""

@@ -77,6 +77,8 @@ class CausalLMModule(LightningModule):
         self._window: torch.Tensor | None = None
         self._loss_plan: LossPlan | None = None
         self._eval_metrics: Any = SumMetric(3, eval_means)
+        self._sets: list[tuple[str, int]] = []
+        self._set_metrics: dict[str, Any] = {}
 
     @functools.cached_property
     def source(self) -> ModelSource:
@@ -248,9 +250,27 @@ class CausalLMModule(LightningModule):
 
     test_step = validation_step
 
+    def on_validation_epoch_start(self) -> None:
+        """Begin sums for each named set of ``data.val`` or ``data.test``."""
+        find: Any = getattr(getattr(self.trainer, "datamodule", None), "sets_of", lambda split: [])
+        self._sets = find("test" if self.trainer.testing else "val")
+        self._set_metrics = {name: self._eval_metrics.clone() for name, _ in self._sets}
+
+    on_test_epoch_start = on_validation_epoch_start
+
+    def _add_evaluated(self, batch: Mapping[str, torch.Tensor], sums: torch.Tensor) -> None:
+        """Add the sums of a batch to those of all rows, and of the set that it is of; a filler has none."""
+        self._eval_metrics.update(sums)
+        last = int(batch["row"].max()) if self._sets else 0
+        name = next((name for name, end in self._sets if last < end), None)
+        if name is not None:
+            self._set_metrics[name].update(sums)
+
     def on_validation_epoch_end(self) -> None:
-        """Log loss, perplexity and token accuracy over all supervised tokens of all ranks."""
+        """Log loss, perplexity and token accuracy over all supervised tokens of all ranks, and of each named set."""
         stage = "test" if self.trainer.testing else "val"
+        for name, metric in self._set_metrics.items():
+            self.log_dict({f"{stage}_{kind}/{name}": value for kind, value in metric.compute().items()}, sync_dist=True)
         means = {f"{stage}_{name}": value for name, value in self._eval_metrics.compute().items()}
         self._eval_metrics.reset()
         self.log_dict(means, prog_bar=stage == "val", sync_dist=True)
@@ -274,7 +294,7 @@ class CausalLMModule(LightningModule):
     def _evaluate(self, batch: Mapping[str, torch.Tensor]) -> None:
         loss, _ = self._forward(batch)
         sums = (loss.num_tokens, loss.nll_sum, loss.num_correct)
-        self._eval_metrics.update(torch.stack([value.double() for value in sums]))
+        self._add_evaluated(batch, torch.stack([value.double() for value in sums]))
 
     def _forward(self, batch: Mapping[str, torch.Tensor]) -> tuple[TokenLoss, list[torch.Tensor]]:
         """The loss of a batch, and sums of a subclass, fp64, that are added up over the global batch beside it."""

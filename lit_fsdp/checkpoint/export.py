@@ -29,6 +29,7 @@ from lit_fsdp.checkpoint.store import verify_files
 from lit_fsdp.errors import CheckpointError, require
 from lit_fsdp.host import GIB, return_freed_memory
 from lit_fsdp.models.base import BaseWeights, open_base
+from lit_fsdp.models.export_files import json_bytes
 from lit_fsdp.models.lora import apply_saved_lora
 
 _EXTRAS = "hf/"
@@ -245,12 +246,12 @@ def _texts(manifest: Manifest, plan: ExportPlan) -> dict[str, bytes]:
     texts = {"README.md": _model_card(manifest, plan).encode()}
     if plan.form == "adapter":
         revision = (plan.entry.get("base") or {}).get("revision")
-        return {**texts, "adapter_config.json": _json({**plan.entry["adapter"], "revision": revision})}
-    texts["config.json"] = _json(_model_config(manifest, plan.dtype))
+        return {**texts, "adapter_config.json": json_bytes({**plan.entry["adapter"], "revision": revision})}
+    texts["config.json"] = json_bytes(_model_config(manifest, plan.dtype))
     if len(plan.files) > 1:
         weight_map = {name: file for file, names in plan.files.items() for name in names}
         content = {"metadata": {"total_size": plan.num_bytes}, "weight_map": weight_map}
-        texts["model.safetensors.index.json"] = _json(content)
+        texts["model.safetensors.index.json"] = json_bytes(content)
     return texts
 
 
@@ -288,10 +289,6 @@ def _model_card(manifest: Manifest, plan: ExportPlan) -> str:
         "was trained for, on whose data, how it was evaluated and under which license it may be used is not known "
         f"here: add it.\n\n{metrics}"
     )
-
-
-def _json(content: object) -> bytes:
-    return json.dumps(content, indent=2, sort_keys=True).encode() + b"\n"
 
 
 def _write(draft: Path, manifest: Manifest, plan: ExportPlan, texts: dict[str, bytes]) -> None:

@@ -150,7 +150,7 @@ class EngineStrategy(Checkpoints):
         self.plan: UnitPlan | None = None
         self.audit: dict[str, Any] = {}
         self.contract = DtypeContract(config)
-        self.checkpoint_files: dict[str, Path] = {}
+        self.checkpoint_files: dict[str, bytes] = {}
         self.replicated: list[nn.Parameter] = []
         self._names: dict[int, str] = {}
         self._used: set[str] = set()
@@ -288,6 +288,7 @@ class EngineStrategy(Checkpoints):
             self._names = {id(p): clean_name(name) for name, p in module.named_parameters()}
             check_alike("comparing optimizers", kinds_of(self.optimizers, self.lr_scheduler_configs))
             self._check_optimized()
+            self.check_files()
         self.setup_precision_plugin()  # type: ignore[attr-defined]
 
     def _setup_module(self, module: Any, is_ours: bool) -> None:

@@ -21,7 +21,7 @@ from torch.distributed.tensor import empty as empty_dtensor
 
 from lit_fsdp.checkpoint import run_folder, store
 from lit_fsdp.checkpoint.importing import read_lightning_file
-from lit_fsdp.checkpoint.manifest import Manifest, read_manifest
+from lit_fsdp.checkpoint.manifest import Manifest, checked_extra, read_manifest
 from lit_fsdp.checkpoint.ranks import Ranks
 from lit_fsdp.checkpoint.safetensors_file import spec_of
 from lit_fsdp.checkpoint.state import Sharded, decode, with_sharded, without_sharded
@@ -46,7 +46,7 @@ class Checkpoints:
     root_device: torch.device
     lightning_module: Any
     optimizers: list[Any]
-    checkpoint_files: dict[str, Path]
+    checkpoint_files: dict[str, bytes]
     verify_on_load = True  # by hashes; sizes always are
     fallback_checkpoints: Sequence[Path] = ()  # for the next load, in this order, if its checkpoint is damaged
     damaged_checkpoints: Mapping[Path, str] = MappingProxyType({})  # passed over by the last load, with the reason
@@ -56,6 +56,7 @@ class Checkpoints:
     _in_background = False
     _root: nn.Module | None
     _ties: dict[str, str]
+    _files: dict[str, bytes] | None = None  # of the module, as they were before the first step; of rank 0
     _sync_buffers: Callable[[], None]
     _rng_after_load: dict[str, Any] | None = None
     _rng_before_window: dict[str, Any] | None = None
@@ -116,7 +117,6 @@ class Checkpoints:
         self._sync_buffers()
         tensors, state = self._parted(checkpoint)
         module, step = self.lightning_module, checkpoint.get("global_step")
-        describe, files = getattr(module, "checkpoint_manifest", dict), getattr(module, "checkpoint_files", dict)
         # the order of anybody else's data module is its own business
         locate = getattr(module.trainer.datamodule, "checkpoint_manifest", None)
         position = locate(step) if locate and step is not None and module.trainer.state.fn == "fit" else {}
@@ -129,7 +129,7 @@ class Checkpoints:
             "precision": self.contract.report()["declared"],
             "tied": self._ties,
             "on_signal": self.saves_on_signal,
-            **describe(),
+            **self._described(),
             **position,
         }
         store.save_checkpoint(
@@ -138,7 +138,7 @@ class Checkpoints:
             state=state,
             manifest=manifest,
             layout=self.config.state_dict,
-            files={**files(), **self.checkpoint_files},
+            files={**(self._built_files() if self._files is None else self._files), **self.checkpoint_files},
             rank_state=self._rng_before_window or self._rng_state(),
             background=self.background if self._in_background else None,
         )
@@ -218,6 +218,24 @@ class Checkpoints:
             text = "%s: differed between the %d ranks that saved it; all %d go on with that of rank 0: %s"
             _log.warning(text, manifest.folder, ranks, here, ", ".join(names))
         return ranks == here and bool(differs)
+
+    def _described(self) -> dict[str, Any]:
+        return dict(getattr(self.lightning_module, "checkpoint_manifest", dict)())
+
+    def _built_files(self) -> dict[str, bytes]:
+        return dict(getattr(self.lightning_module, "checkpoint_files", dict)())
+
+    def check_files(self) -> None:
+        """Build on rank 0 what every save writes beside tensors and state, or raise on every rank; collective."""
+        ranks, self._files = Ranks(), None
+
+        def build() -> None:
+            checked_extra({"global_step": 0, **self._described()})
+            self._files = self._built_files()
+
+        if self.lightning_module.trainer.checkpoint_callbacks:
+            ranks.first("building the files of checkpoints", build)
+            self._files = self._files or {}  # nobody asks other ranks for theirs
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load tensors into the sharded model and optimizers; the rest, no pickle, is for Lightning to restore."""

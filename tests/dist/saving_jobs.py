@@ -103,14 +103,28 @@ class Described(ForeignNet):
         self.save_hyperparameters()
 
 
-def refused_hyperparameters(strategy: dict[str, Any], run: str, saves: bool) -> tuple[str, int]:
+class Unwritable(ForeignNet):
+    """Wants checkpoints to have a value that is no JSON, or a file that cannot be made."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        setattr(self, name, self.fail if name == "checkpoint_files" else lambda: {"made_by": object()})
+
+    def fail(self) -> dict[str, bytes]:
+        raise NotImplementedError("this tokenizer cannot be saved")
+
+
+def said_at_the_start(
+    strategy: dict[str, Any], run: str, saves: bool, unwritable: str | None = None
+) -> tuple[str, int]:
     """What the start of a training says, and how many steps it takes."""
     module = Described(3, torch.nn.Linear, {"lr": 0.1, "make": functools.partial(print)})
+    module = Unwritable(unwritable) if unwritable else module
     options = {"enable_checkpointing": saves, "max_steps": 1, "default_root_dir": run}
     trainer = trainer_for({"precision": "fp32", **strategy}, [], **options)
     try:
         trainer.fit(module, loader([0]))
-    except ConfigError as error:
+    except (ConfigError, CheckpointError) as error:
         return str(error), trainer.global_step
     return "", trainer.global_step
 

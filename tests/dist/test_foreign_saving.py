@@ -73,11 +73,20 @@ def test_an_accumulation_that_changes_with_the_epochs_goes_on_where_it_was(tmp_p
 def test_hyperparameters_that_no_checkpoint_can_hold(tmp_path: Path) -> None:
     """Said before the first step, with every key; without a checkpoint callback nobody minds them."""
     job = {"strategy": {"engine": "fsdp2"}, "run": tmp_path}
-    for text, steps in on_ranks("refused_hyperparameters", 2, saves=True, **job):
+    for text, steps in on_ranks("said_at_the_start", 2, saves=True, **job):
         assert steps == 0
         assert "Described.hparams: got layer: cannot save a builtins.type; options.make: cannot save" in text
         assert "write save_hyperparameters(ignore=['layer', 'options'])" in text
-    assert on_ranks("refused_hyperparameters", 2, saves=False, **job) == [["", 1]] * 2
+    assert on_ranks("said_at_the_start", 2, saves=False, **job) == [["", 1]] * 2
+
+
+@pytest.mark.parametrize("engine", [*ENGINES, "ddp", "single"])
+def test_what_every_save_writes_is_built_before_the_first_step(tmp_path: Path, engine: str) -> None:
+    for unwritable, said in (("checkpoint_manifest", "object is not JSON"), ("checkpoint_files", "tokenizer cannot")):
+        job = {"strategy": {"engine": engine}, "run": tmp_path, "saves": True, "unwritable": unwritable}
+        for text, steps in on_ranks("said_at_the_start", 1 if engine == "single" else 2, **job):
+            assert steps == 0
+            assert said in text
 
 
 @pytest.mark.parametrize("lightnings", [False, True])
