@@ -137,6 +137,9 @@ def read_tokenizer(name: str, trust_remote_code: bool) -> PreTrainedTokenizerBas
             return PreTrainedTokenizerFast.from_pretrained(path)
 
 
+_ENDS = ("bos_token_id", "eos_token_id")
+
+
 def _gguf_tokenizer(file: Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a GGUF file with what transformers drops: the context length, and that SmolLM splits digits.
 
@@ -150,12 +153,14 @@ def _gguf_tokenizer(file: Path) -> PreTrainedTokenizerBase:
         digits = pre_tokenizers.Digits(individual_digits=True)  # before spaces are joined to what follows them
         byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
-    # transformers < 5.17 swaps these two
-    ends = {name: fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos")}
-    for name, field in ends.items():
-        if field is not None:
-            setattr(tokenizer, f"{name}_token", tokenizer.convert_ids_to_tokens(int(field.contents())))
-    tokenizer.update_post_processor()
+    held = {name: fields[f"tokenizer.ggml.{name}"].contents() for name in _ENDS if f"tokenizer.ggml.{name}" in fields}
+    if any(getattr(tokenizer, name) != value for name, value in held.items()):
+        # transformers < 5.18 swaps these two, and adds neither: delete when the minimum is 5.18
+        for name, value in held.items():
+            setattr(tokenizer, name, value)
+        tokenizer.add_bos_token = (
+            "tokenizer.ggml.add_bos_token" in fields and fields["tokenizer.ggml.add_bos_token"].contents()
+        )
     length = fields[f"{fields['general.architecture'].contents()}.context_length"]
     tokenizer.model_max_length = int(length.contents())
     return tokenizer

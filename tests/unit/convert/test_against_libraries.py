@@ -138,7 +138,7 @@ def _resolved_trainer(arguments: Any) -> dict[str, Any]:
         "wrap": wrap,
         "cpu_offload": plugin.get("cpu_offload", False),
         "activation_checkpointing": "full" if plugin.get("activation_checkpointing") else "none",
-        "state_dict": plugin["state_dict_type"].split("_")[0].lower(),
+        "state_dict": plugin.get("state_dict_type", "SHARDED").split("_")[0].lower(),
         "cpu_ram_efficient_loading": plugin["cpu_ram_efficient_loading"],
     }
     if "backward_prefetch" in plugin:

@@ -47,7 +47,7 @@ def counted(model: Any) -> int:
     ids = torch.randint(3, 128, (ROWS, LENGTH))
     with FlopCounterMode(display=False) as counter, set_checkpoint_early_stop(False):  # a block again is all of it
         model(input_ids=ids).logits.logsumexp(dim=-1).sum().backward()
-    # angles of positions are products before transformers 5.17, and no work of a token's
+    # angles of positions are products before transformers 5.16, and no work of a token's
     angles = sum(sum(ops.values()) for name, ops in counter.get_flop_counts().items() if name.endswith("rotary_emb"))
     return counter.get_total_flops() - angles
 
