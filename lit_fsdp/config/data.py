@@ -97,6 +97,8 @@ class DataConfig:
     """Several samples to a sequence of max_seq_length; none sees another. Batch sizes count packs; predict has none."""
     on_bad_row: Literal["error", "drop"] = "error"
     """A row that cannot be read or marked exactly stops the run, or is dropped, counted and named."""
+    unwritten_text: Literal["error", "allow"] = "error"
+    """A row is bad if its template leaves out a text that is not the assistant's, or a tool; allow counts such rows."""
     streaming: bool = False
     """Tokenize while training and keep nothing on disk, for sources larger than it."""
     shuffle_window: int = 10_000

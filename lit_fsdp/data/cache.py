@@ -37,7 +37,7 @@ ARRAYS = {
 """Files of a folder of tokenized rows (``NAME.bin``) and the type of what is in them."""
 
 _log = logging.getLogger(__name__)
-_VERSION = 13
+_VERSION = 14
 """Of what is written; another one is another folder."""
 _NAMED = 20
 _ROWS = 100
@@ -167,6 +167,7 @@ def tokenized(encoded: Sequence[EncodedRow], keys: Sequence[int] = ()) -> tuple[
         "truncated": sum(row.truncated and bool(row.samples) for row in encoded),
         "tokens": len(arrays["input_ids"]),
         "dropped": Counter(row.dropped for row in encoded if row.dropped is not None),
+        "unwritten": Counter(kind for row in encoded for kind in row.unwritten),
     }
     return counts, {name: np.array(array, dtype=ARRAYS[name]) for name, array in arrays.items()}
 

@@ -173,7 +173,7 @@ def _described(split: Samples) -> dict[str, Any]:
     quantiles = np.percentile(lengths, (0, 50, 95, 100)).round().astype(int).tolist()
     return {
         "from": meta.get("seen", str(split.rows.folder)),
-        **{name: meta[name] for name in ("sources", "rows_read", "dropped", "truncated")},
+        **{name: meta[name] for name in ("sources", "rows_read", "dropped", "truncated", "unwritten")},
         "samples": len(lengths),
         "tokens": tokens,
         "supervised_tokens": supervised,

@@ -27,7 +27,11 @@ class Prompt:
 
 
 def read_prompts(
-    sources: Sources, config: DataConfig, tokenizer: Any, numbers: Collection[int] | None = None
+    sources: Sources,
+    config: DataConfig,
+    tokenizer: Any,
+    numbers: Collection[int] | None = None,
+    num_embeddings: int | None = None,
 ) -> list[Prompt]:
     """Prompts of rows, through the template and the masks of training.
 
@@ -39,7 +43,7 @@ def read_prompts(
         DataError: A source or row is bad, or a prompt leaves no room for its answer.
         ConfigError: Conversations, and no chat template.
     """
-    encoder = RowEncoder(tokenizer, replace(config, supervise="last", train_on_prompt=False))
+    encoder = RowEncoder(tokenizer, replace(config, supervise="last", train_on_prompt=False), num_embeddings)
     found = find_sources(sources, replace(config, format="auto") if numbers is None else config)
     rows = ((row, one) for one in found for row in one.rows())
     prompts = []

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from lit_fsdp.models.tokenizers import end_of_turn_id
+from lit_fsdp.models.tokenizers import end_of_turn_id, pad_id
 from lit_fsdp.models.weights import ModelSource
 
 
@@ -32,7 +32,7 @@ def model_files(
         tokenizer.save_pretrained(folder)
         if generation is not None:
             if generation.pad_token_id is None:
-                generation.pad_token_id = tokenizer.pad_token_id
+                generation.pad_token_id = pad_id(tokenizer, source.num_embeddings)
             given, turn = generation.eos_token_id, end_of_turn_id(tokenizer)
             stops = given if isinstance(given, list) else [] if given is None else [given]
             if turn is not None and turn not in stops:

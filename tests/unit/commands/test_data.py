@@ -11,7 +11,7 @@ from lit_fsdp import CausalLMDataModule, commands
 from lit_fsdp.data import cache
 from lit_fsdp.errors import ConfigError, DataError
 from lit_fsdp.models.tokenizers import miniature_tokenizer
-from tests.unit.data.conversations import say
+from tests.unit.data.conversations import NEMO, say
 
 Out = pytest.CaptureFixture[str]
 MODEL = {"name": "meta-llama/Llama-3.2-1B", "miniature": True}
@@ -62,6 +62,22 @@ def test_nothing_of_a_row_reaches_the_terminal_raw(capsys: Out):
     assert not set(out + err) & set("\x1b\x07\x9b\x00\r\u202e")
     shown = "⟨U+001B⟩[2J⟨U+001B⟩]0;owned⟨U+0007⟩⟨U+009B⟩31m⟨U+000D⟩⟨U+202E⟩⟨U+0000⟩ שלום 日本 [bold]x[/bold]"
     assert out.count(shown) == 2
+
+
+@pytest.mark.parametrize("streams", ["false", "true"])
+def test_what_the_template_does_not_write_is_counted(capsys: Out, streams: str):
+    Path("nemo.jinja").write_text(NEMO)
+    train = write("t.jsonl", ("u:a", "a:b"), ("s:Be brief.", "u:a", "a:b"), ("s:S", "u:c", "a:d"))
+    words = ["--data.train", train, "--data.streaming", streams, "--data.chat_template", "nemo.jinja", "--json"]
+    with pytest.raises(DataError, match=r"t\.jsonl:2: .*message 0 \(system\)(?s:.*)data\.unwritten_text: allow"):
+        inspect(*words)
+    for flag, counts in (
+        ("--data.on_bad_row=drop", (1, {"refused": 2}, {})),
+        ("--data.unwritten_text=allow", (3, {}, {"system": 2})),
+    ):
+        assert inspect(*words, flag) == 0
+        split = json.loads(capsys.readouterr().out)["data"]["splits"]["train"]
+        assert (split["samples"], split["dropped"], split["unwritten"]) == counts
 
 
 def test_a_wrong_command_line():

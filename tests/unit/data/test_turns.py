@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 from typing import Any
 
 import pytest
@@ -11,10 +12,11 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from lit_fsdp.config.data import DataConfig
+from lit_fsdp.data.formats import Conversation
 from lit_fsdp.data.masks import SpanEncoder
 from lit_fsdp.errors import DataError
 from tests.unit.data.conftest import byte_level_tokenizer, encoder_of, metaspace_tokenizer
-from tests.unit.data.conversations import encode, say, shown, supervised, unmarked
+from tests.unit.data.conversations import NEMO, encode, say, shown, supervised, unmarked
 
 CALL = {"type": "function", "id": "c1", "function": {"name": "look", "arguments": {"city": "Oslo"}}}
 ASKED = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -280,6 +282,69 @@ def test_a_template_that_does_something_else_is_refused(small: Any):
     for template, messages, said in table:
         with pytest.raises(DataError, match=rf"(?s)^rows\.jsonl:7: .*{said}"):
             encode(small, template, messages)
+
+
+TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {}}}, {"name": "find_it"}]
+
+
+def test_a_text_that_the_template_does_not_write_is_refused(small: Any):
+    """By what it writes for each text, not by words that stand elsewhere too; row after row of the same roles."""
+    turn = "{%% for m in messages%s %%}<|im_start|>{{ m.role }}\n{{ %s }}<|im_end|>\n{%% endfor %%}"
+    cut = turn % ("", "m.content.split('.')[0] if m.role == 'user' else m.content")
+    kind = turn % ("", "m.content if m.content != 'Be kind.' else ''")
+    talk = say("s:Be kind.", "u:Be kind.", "a:Be kind.")
+    no_tool = CHATML.replace("in messages", "in messages if m.role != 'tool'")
+    for template, messages, tools, said in [
+        (NEMO, talk, None, "message 0 (system)"),
+        (NEMO, say("s:S", "u:Go", "a:1", "u:Go", "a:2"), None, "message 0 (system)"),
+        (NEMO, [*talk[:2], {**talk[2], "key": 1}], None, "message 0 (system)"),
+        (NEMO, [*say("s:Look."), *_calls()], TOOLS, "message 0 (system)"),
+        (turn % (" if m.role in ['user', 'assistant']", "m.content"), talk, None, "message 0 (system)"),
+        (turn % (" if m.role != 'user'", "m.content"), talk, None, "message 1 (user)"),
+        (no_tool, _calls(), None, "message 2 (tool)"),
+        (CHATML, _calls(), TOOLS, "tool look, tool find_it"),
+        (CHATML + "{{ tools[0] | tojson }}", talk, TOOLS, "tool find_it"),
+        (cut, say("u:One. Two.", "a:1"), None, "message 0 (user)"),
+        (kind, say("s:Be kind.", "u:x", "a:1"), None, "message 0 (system)"),
+    ]:
+        row, names = {"messages": messages, "tools": tools}, said.split(", ")
+        for whole in (False, True):
+            encoder = encoder_of(small, DataConfig(train_on_prompt=whole), template)
+            for _ in range(2):
+                with pytest.raises(DataError, match=rf"^a:1: the chat template does not write {re.escape(said)}, or"):
+                    encoder.encode([row], "messages", ["a:1"])
+            allowing = encoder_of(small, DataConfig(train_on_prompt=whole, unwritten_text="allow"), template)
+            (found,) = allowing.encode([row], "messages", ["a:1"])
+            assert (len(found.samples), len(found.unwritten)) == (1, len(names)), said
+            assert encoder.text != allowing.text
+    encoder, asked = encoder_of(small, DataConfig(), NEMO), Conversation(talk[:2])
+    assert small.decode(encoder.open_conversation(asked, "a:1")) == "[INST]Be kind.\n\nBe kind.[/INST]"
+    with pytest.raises(DataError, match=r"^a:1: .* not write message 0 \(system\)"):
+        encoder.open_conversation(Conversation(talk), "a:1")
+
+
+def test_a_text_that_the_template_writes_in_its_own_way_is_no_loss(small: Any):
+    result = {**say('t:{"a": 1.50,\n "b": "<x>"}')[0], "tool_call_id": "c1"}
+    talks = [
+        say("s: Be  kind & <b>.\n", "u:\n日本\t'zq0xa' \"x\"\n\n", "a:1"),
+        say("s:", "u: ", "a:1", "u:Go", "a:2", "u:Go", "a:2"),
+        [*_calls()[:2], result, *say("a:It is.", "u:None", "a:ok")],
+    ]
+    for written in (
+        *("c", "c | trim", "c.split() | join(' ')", "c | tojson", "c | e", "c | upper", "c | capitalize", "c | title"),
+        *("c | replace('\n', ' ')", "c | tojson(ensure_ascii=true)", "c[1:-1] if c[:1] == '{' else c", "c | urlencode"),
+        *("c | tojson | tojson", "{'result': c, 'n': c | length} | tojson", "c | list | join('')", "c.strip('{\"}')"),
+    ):
+        own = (
+            "{%% if m.role == 'assistant' %%}{{ m.content }}{%% else %%}{%% set c = m.content %%}{{ %s }}{%% endif %%}"
+        )
+        calls = "{% for c in m.tool_calls %}<tool_call>{{ c.function | tojson }}{% endfor %}"
+        template = "{% for m in messages %}" + HEADER + own % written + calls + "<|im_end|>\n{% endfor %}"
+        for messages in talks:
+            row = {"messages": messages, "tools": TOOLS}
+            shows = template + "{{ tools | map(attribute='name') | join }}{{ tools[0].function.name | e }}"
+            (found,) = encoder_of(small, DataConfig(train_on_prompt=True), shows).encode([row], "messages", ["a:1"])
+            assert (found.unwritten, len(found.samples)) == ((), 1), (written, messages)
 
 
 def test_a_word_goes_with_the_blank_before_it_and_a_part_of_one_is_refused():
