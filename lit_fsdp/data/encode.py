@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -17,10 +17,12 @@ from lit_fsdp.data.masks import Encoded, Span, SpanEncoder, added_tokens, sample
 from lit_fsdp.data.turns import AssistantTurns, supervised_turns
 from lit_fsdp.errors import ConfigError, DataError, require
 
-_VERSION = 3
+_VERSION = 4
 """Raised with changes here or below that give the same rows other tokens or masks."""
 CUT, TOO_LONG = "cut before the assistant's turn", "longer than max_seq_length"
 EMPTY, NOTHING_LEFT = "empty", "without a supervised token"
+_SPLITS_TURNS = ("data.split_turns", "true")
+_Part = tuple[str, list[Span], bool]
 
 
 @dataclass(frozen=True)
@@ -28,10 +30,13 @@ class EncodedRow:
     """What became of one row."""
 
     samples: list[Encoded]
-    """After truncation; two of a preference, several of a plain text that was split, none of a row that was dropped."""
-    truncated: bool
+    """After truncation; two of a preference, several of a plain text or a conversation that was split, or none."""
+    truncated: int
+    """Samples of it that were cut."""
     dropped: str | None
     """Why there is no sample, in a few words that can be counted."""
+    lost: tuple[str, ...] = ()
+    """Why there is none of some turns of ``data.split_turns``, where there are samples of others."""
 
 
 class RowEncoder:
@@ -55,7 +60,8 @@ class RowEncoder:
         self._suffix = suffix if self._eos in suffix else [*suffix, self._eos]
         special = {key: str(value) for key, value in sorted(tokenizer.special_tokens_map.items())}
         made_with = (self._spans.text, self._template.text if self._template else None, self._prefix, suffix, special)
-        settings = (config.supervise, config.train_on_prompt, config.truncation, config.max_seq_length)
+        names = ("supervise", "split_turns", "train_on_prompt", "truncation", "max_seq_length")
+        settings = [getattr(config, name) for name in names]
         self.text = json.dumps([_VERSION, made_with, settings])
 
     def encode(
@@ -68,19 +74,23 @@ class RowEncoder:
             ConfigError: Conversations, and no chat template.
         """
         pairs = list(zip(rows, locations, strict=True))
+        splits = self._config.split_turns and row_format in ("preference", "tokens", "text")
+        require(not splits, *_SPLITS_TURNS, f"false for rows of format {row_format}")
         if row_format == "preference":
             return self._preferences(pairs)
         if row_format == "tokens":
             found = [sample(*read_tokens(row, len(self.tokenizer), location)) for row, location in pairs]
-        else:
-            rendered = [self._rendered(row, row_format, location) for row, location in pairs]
-            texts, spans, are_documents = zip(*rendered, strict=True)
-            marked = self._spans.encode(texts, spans, locations)
-            found = [self._closed(*row, one) for row, one in zip(marked, are_documents, strict=True)]
-            if row_format == "text":
-                split = zip(texts, found, strict=True)
-                return [self._split(row) if text else EncodedRow([], False, EMPTY) for text, row in split]
-        return [self._cut(row, location) for row, location in zip(found, locations, strict=True)]
+            return [self._cut(row, location) for row, location in zip(found, locations, strict=True)]
+        rendered = [[(*part, at) for part in self._rendered(row, row_format, at)] for row, at in pairs]
+        parts: list[Any] = list(chain.from_iterable(rendered))
+        texts, spans, are_documents, at = ([part[i] for part in parts] for i in range(4))
+        marked = self._spans.encode(texts, spans, at)
+        found = [self._closed(*row, one) for row, one in zip(marked, are_documents, strict=True)]
+        if row_format == "text":
+            split = zip(texts, found, strict=True)
+            return [self._split(row) if text else EncodedRow([], False, EMPTY) for text, row in split]
+        cut = map(self._cut, found, at)
+        return [_joined([next(cut) for _ in turns]) for turns in rendered]
 
     def open_conversation(self, conversation: Conversation, location: str) -> list[int]:
         """Token ids of a conversation up to where the assistant takes over."""
@@ -94,21 +104,29 @@ class RowEncoder:
         ids = self._spans.encode([text], [[]], [location])[0][0]
         return ids if ids[: len(self._prefix)] == self._prefix else [*self._prefix, *ids]
 
-    def _rendered(self, row: Mapping[str, Any], row_format: RowFormat, location: str) -> tuple[str, list[Span], bool]:
-        """A row as text, what is supervised of it, and whether it is a document, to which BOS and EOS are added."""
-        whole = self._config.train_on_prompt
+    def _rendered(self, row: Mapping[str, Any], row_format: RowFormat, location: str) -> list[_Part]:
+        """A row as text, what is supervised of it, and whether it is a document, to which BOS and EOS are added.
+
+        With ``data.split_turns`` one for each supervised turn, up to it.
+        """
+        whole, splits = self._config.train_on_prompt, self._config.split_turns
         if row_format == "text":
             text = text_of(row, "text", location)
-            return text, [(0, len(text))], True
+            return [(text, [(0, len(text))], True)]
         plain = read_prompt(row, location) if row_format == "prompt_completion" else None
         if plain:  # which stand as they are, as that is what they mean to a base model
+            require(not splits, *_SPLITS_TURNS, f"false for prompts and completions in plain text ({location})")
             text = "".join(plain)
-            return text, [(0 if whole else len(plain[0]), len(text))], True
+            return [(text, [(0 if whole else len(plain[0]), len(text))], True)]
         if self._turns is None:
             raise no_template(f"{row_format} rows ({location})")
         conversation = to_conversation(row, row_format, location, supervises_prompt=whole)
         wanted = supervised_turns(conversation.messages, self._config.supervise, whole, location)
-        return *self._turns.find(_without_flags(conversation), wanted, location), False
+        seen = _without_flags(conversation)
+        if not splits:
+            return [(*self._turns.find(seen, wanted, location), False)]
+        upto = [(replace(seen, messages=seen.messages[: turn + 1]), turn) for turn in wanted]
+        return [(*self._turns.find(part, [turn], location), False) for part, turn in upto]
 
     def _preferences(self, pairs: Sequence[tuple[Mapping[str, Any], str]]) -> list[EncodedRow]:
         """Two samples per row, the chosen completion first; none where one of them has nothing left."""
@@ -178,6 +196,16 @@ class RowEncoder:
             kept = [self._bos]
         start = len(ids) - limit + len(kept)
         return sample([*kept, *ids[start:]], np.concatenate([np.zeros(len(kept), bool), row.supervised[start:]]))
+
+
+def _joined(turns: Sequence[EncodedRow]) -> EncodedRow:
+    """A row of what became of its turns."""
+    if len(turns) == 1:
+        return turns[0]
+    samples = [sample for turn in turns for sample in turn.samples]
+    lost = tuple(turn.dropped for turn in turns if turn.dropped is not None)
+    dropped = None if samples else lost[0] if lost else NOTHING_LEFT
+    return EncodedRow(samples, sum(turn.truncated for turn in turns if turn.samples), dropped, lost)
 
 
 def _without_flags(conversation: Conversation) -> Conversation:

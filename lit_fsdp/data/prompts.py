@@ -39,7 +39,7 @@ def read_prompts(
         DataError: A source or row is bad, or a prompt leaves no room for its answer.
         ConfigError: Conversations, and no chat template.
     """
-    encoder = RowEncoder(tokenizer, replace(config, supervise="last", train_on_prompt=False))
+    encoder = RowEncoder(tokenizer, replace(config, supervise="last", split_turns=False, train_on_prompt=False))
     found = find_sources(sources, replace(config, format="auto") if numbers is None else config)
     rows = ((row, one) for one in found for row in one.rows())
     prompts = []

@@ -55,6 +55,17 @@ def test_what_is_shown_is_what_is_trained_on(capsys: Out, monkeypatch: pytest.Mo
         assert "".join(text for text, *_ in sample["pieces"]) == miniature_tokenizer().decode(ids)
 
 
+def test_turns_that_are_split_are_counted(capsys: Out):
+    train = write("t.jsonl", ("u:a", "a:b", "u:c", "a:d"), ("u:e",), ("u:f", "a:g", "u:" + "q" * 90, "a:z"))
+    assert inspect("--data.train", train, "--data.split_turns", "true", "--json") == 0
+    record = json.loads(capsys.readouterr().out)
+    split, said = record["data"]["splits"]["train"], [sample["pieces"] for sample in record["samples"]]
+    assert (split["rows_read"], split["samples"], split["truncated"]) == (3, 3, 0)
+    assert split["dropped"] == {"without a supervised token": 1, "cut before the assistant's turn": 1}
+    assert ["".join(text for text, is_marked, _ in pieces if is_marked)[:1] for pieces in said] == ["b", "d", "g"]
+    assert record["data"]["loss_on"] == "assistant turns (all, each a sample)"
+
+
 def test_nothing_of_a_row_reaches_the_terminal_raw(capsys: Out):
     train = write("t.jsonl", ("u:" + EVIL, "a:" + EVIL))
     assert inspect("--data.train", train, "--data.max_seq_length", "900") == 0

@@ -11,8 +11,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from lit_fsdp.config.data import DataConfig
+from lit_fsdp.data.encode import CUT, NOTHING_LEFT, TOO_LONG
 from lit_fsdp.data.masks import SpanEncoder
-from lit_fsdp.errors import DataError
+from lit_fsdp.errors import ConfigError, DataError
 from tests.unit.data.conftest import byte_level_tokenizer, encoder_of, metaspace_tokenizer
 from tests.unit.data.conversations import encode, say, shown, supervised, unmarked
 
@@ -189,6 +190,57 @@ def test_kwargs_of_the_template(small: Any):
     assert texts[0].endswith("assistant\n<think>\n\n</think>\n\n⟦2<|im_end|>⟧")
     assert texts[1].endswith("assistant\n⟦<think>\n\n</think>\n\n2<|im_end|>⟧")
     assert all(text.endswith(f"assistant\n⟦{THOUGHT}2<|im_end|>⟧") for text in texts[3:])
+
+
+def test_a_sample_per_turn_is_what_inference_sees(small: Any):
+    """The conversation up to each turn rendered alone: as the model is asked, then what it says."""
+
+    def with_thoughts(turns: Any) -> Any:
+        given = (
+            {"reasoning_content": f"why {turn['content']}"} if turn["role"] == "assistant" else {} for turn in turns
+        )
+        return [{**turn, **more} for turn, more in zip(turns, given, strict=True)]
+
+    called = with_thoughts([*_calls("Look."), *say("u:3", "a:4")])
+    plain = with_thoughts(say("u:1", "a:Look.", "u:2", "a:It is.", "u:3", "a:4"))
+    for template in (CHATML, THINKING, unmarked(THINKING), INSIDE, CHANNELS, PIECES):
+        both = plain if template in (CHANNELS, PIECES) else called
+        kept = [*both[:-1], {**both[-1], "train": False}]
+        for messages, which, supervise in [
+            (both, (1, 3, 5), "all"),
+            (kept, (1, 3), "all"),
+            (both, (5,), "last"),
+            ([*both[:3], {**both[3], "train": True}, *both[4:]], (3,), "flagged"),
+            ([*both, *say("u:5")], (1, 3, 5), "all"),
+        ]:
+            clean = [{key: value for key, value in turn.items() if key != "train"} for turn in messages]
+            alone = [encode(small, template, clean[: turn + 1], supervise="last") for turn in which]
+            encoder = encoder_of(small, DataConfig(split_turns=True, supervise=supervise), template)
+            found, none = encoder.encode([{"messages": messages}, {"messages": say("u:1")}], "messages", ["a", "b"])
+            assert [shown(small, one) for one in found.samples] == [shown(small, one) for one in alone]
+            assert (found.truncated, found.dropped, found.lost, none.dropped) == (0, None, (), NOTHING_LEFT)
+    texts = [shown(small, encode(small, THINKING, called[: turn + 1], supervise="last")) for turn in (1, 3, 5)]
+    assert [[f"why {said}" in text for said in ("Look.", "It is.", "4")] for text in texts] == [
+        [True, False, False], [True, True, False], [False, False, True]]  # fmt: skip
+    asked = small.apply_chat_template(called[:5], chat_template=THINKING, tokenize=False, add_generation_prompt=True)
+    assert texts[2].startswith(asked + "⟦<think>\nwhy 4\n</think>\n\n4<|im_end|>⟧")
+
+
+def test_turns_that_cannot_be_split_are_refused(small: Any):
+    messages = say("u:1", "a:2", "u:" + "3" * 40, "a:4")
+    for truncation, lengths, truncated, lost in [
+        ("end", [21], 0, (CUT,)), ("drop", [21], 0, (TOO_LONG,)), ("start", [21, 60], 1, ()),
+    ]:  # fmt: skip
+        options: dict[str, Any] = {"split_turns": True, "max_seq_length": 60, "truncation": truncation}
+        (row,) = encoder_of(small, DataConfig(**options), CHATML).encode([{"messages": messages}], "messages", ["x"])
+        assert ([len(one.input_ids) for one in row.samples], row.truncated, row.lost) == (lengths, truncated, lost)
+    encoder = encoder_of(small, DataConfig(split_turns=True), CHATML)
+    for form, content in (("text", "a"), ("tokens", [1]), ("preference", "a"), ("prompt_completion", "a")):
+        row_of = {"text": content, "input_ids": content, "prompt": "a", "completion": "b", "chosen": "a"}
+        with pytest.raises(ConfigError, match=r"^data\.split_turns: got true\n  allowed: false for (rows|prompts)"):
+            encoder.encode([row_of], form, ["x"])
+    with pytest.raises(ConfigError, match=r"^split_turns: got true with train_on_prompt"):
+        DataConfig(split_turns=True, train_on_prompt=True)
 
 
 def test_which_turns(small: Any):
