@@ -125,8 +125,8 @@ class RowEncoder:
         seen = _without_flags(conversation)
         if not splits:
             return [(*self._turns.find(seen, wanted, location), False)]
-        upto = [(replace(seen, messages=seen.messages[: turn + 1]), turn) for turn in wanted]
-        return [(*self._turns.find(part, [turn], location), False) for part, turn in upto]
+        upto = [replace(seen, messages=seen.messages[: turn + 1]) for turn in wanted]
+        return [(*self._turns.find_last(part, location), False) for part in upto]
 
     def _preferences(self, pairs: Sequence[tuple[Mapping[str, Any], str]]) -> list[EncodedRow]:
         """Two samples per row, the chosen completion first; none where one of them has nothing left."""

@@ -93,6 +93,25 @@ class AssistantTurns:
                 return text, list(zip(ends[::2], ends[1::2], strict=False))
         return self._by_tags(conversation, wanted, location)
 
+    def find_last(self, conversation: Conversation, location: str) -> tuple[str, list[Span]]:
+        """As :meth:`find` for the last turn, behind the prompt that the model is asked with.
+
+        Some templates write earlier messages otherwise once they are answered: GPT-OSS leaves out what was thought
+        before a call, Mistral the system's words.
+        """
+        *before, _ = conversation.messages
+        text, spans = self.find(conversation, [len(before)], location)
+        asked, start = self._template.text_of(conversation, before, generation_prompt=True) or "", spans[0][0]
+        for prompt in (asked, asked.rpartition("<think>")[0]):  # whose thoughts the turn may show otherwise
+            if self._tail(prompt) == self._tail(text[:start]) != "":
+                moved = len(prompt) - start
+                return prompt + text[start:], [(a + moved, b + moved) for a, b in spans]
+        return text, spans
+
+    def _tail(self, text: str) -> str:
+        """A text from its last special token on; nothing without one."""
+        return text[max((match.start() for match in self._token.finditer(text)), default=len(text)) :]
+
     def _shape(self, conversation: Conversation, wanted: Sequence[int], location: str) -> list[str]:
         """The text with a place for each content, in pieces: not supervised and supervised in turn."""
         said = enumerate(conversation.messages)
@@ -175,7 +194,7 @@ class AssistantTurns:
         before = conversation.messages[:index]
         header = self._header(conversation, before)
         asked = "" if header else self._template.text_of(conversation, before, generation_prompt=True) or ""
-        return header or asked[max((match.start() for match in self._token.finditer(asked)), default=0) :]
+        return header or self._tail(asked) or asked
 
     def _header(self, conversation: Conversation, before: list[Message]) -> str:
         """The generation prompt behind some messages; of a template without one, what it writes before an answer."""

@@ -226,6 +226,31 @@ def test_a_sample_per_turn_is_what_inference_sees(small: Any):
     assert texts[2].startswith(asked + "⟦<think>\nwhy 4\n</think>\n\n4<|im_end|>⟧")
 
 
+def test_a_turn_stands_behind_the_prompt_of_inference(small: Any):
+    """Also where a template writes that otherwise once it is answered, as Mistral the system's words, which come last,
+    and GPT-OSS the thoughts of calls, which the answer ends."""
+    late = (
+        "{% for m in messages[1:] %}{% if m.role == 'assistant' %} {{ m.content }}</s>{% else %}[INST] {{ "
+        "messages[0].content if loop.last }}{{ m.content }}[/INST]{% endif %}{% endfor %}"
+    )
+    ended = "{% set ended = messages[-1].role == 'assistant' and not messages[-1].tool_calls %}" + unmarked(CHATML)
+    ended = ended.replace("{{ m.content }}{% for c", "{{ '' if ended else m.thinking }}{{ m.content }}{% for c")
+    called = [*say("u:1"), {**_calls()[1], "thinking": "why"}, *_calls()[2:]]
+    user, look = (
+        "<|im_start|>user\n1<|im_end|><|im_start|>assistant\n",
+        '{"name": "look", "arguments": {"city": "Oslo"}}',
+    )
+    look = f"why<tool_call>{look}<|im_end|>"
+    for template, messages, wanted in [
+        (late, say("s:S", *FOUR), ["[INST] S1[/INST]⟦ 2</s>⟧", "[INST] 1[/INST] 2</s>[INST] S3[/INST]⟦ 4</s>⟧"]),
+        (ended, called, [f"{user}⟦{look}⟧",
+         f"{user}{look}<|im_start|>tool\ncold<|im_end|><|im_start|>assistant\n⟦It is.<|im_end|>⟧"]),
+    ]:  # fmt: skip
+        encoder = encoder_of(small, DataConfig(split_turns=True), template)
+        (found,) = encoder.encode([{"messages": messages}], "messages", ["x"])
+        assert [shown(small, one) for one in found.samples] == wanted
+
+
 def test_turns_that_cannot_be_split_are_refused(small: Any):
     messages = say("u:1", "a:2", "u:" + "3" * 40, "a:4")
     for truncation, lengths, truncated, lost in [
