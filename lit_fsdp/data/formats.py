@@ -25,10 +25,6 @@ _COLUMNS: dict[RowFormat, tuple[str, ...]] = {  # in this order: the first row f
     "text": ("text",),
     "preference": ("chosen", "rejected"),
 }
-_BESIDE = ("system", "tools", "functions", "chat_template_kwargs")
-"""Columns that go with a conversation."""
-_TURNS = ("messages", "conversations", "prompt", "completion", "chosen", "rejected")
-"""Columns that may be lists of messages."""
 _ROLE_KEYS, _CONTENT_KEYS = ("role", "from", "speaker", "author"), ("content", "value", "text")
 _FLAGS = ("train", "weight", "loss", "training")
 """Keys that say whether a turn is supervised: ours, OpenAI's and SlimOrca's, ms-swift's, axolotl's."""
@@ -126,7 +122,8 @@ def preference_sides(row: Mapping[str, Any], location: str) -> list[dict[str, An
             given, fix = "a text that chosen and rejected do not begin with", "write the prompt as a list of messages"
             raise DataError(f"{location}: prompt is {given}\n  fix:     {fix}")
         prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
-    more = {name: row[name] for name in _BESIDE if row.get(name) is not None}
+    names = ("system", "tools", "functions", "chat_template_kwargs")
+    more = {name: row[name] for name in names if row.get(name) is not None}
     return [{**more, "prompt": prompt, "completion": completion} for completion in (chosen, rejected)]
 
 
@@ -178,28 +175,21 @@ def to_conversation(
 
 def map_turns(row: Mapping[str, Any], turns: TurnsConfig) -> dict[str, Any]:
     """The row with our keys and roles in its messages, in whichever column."""
-    found = dict(row)
-    for column in (column for column in _TURNS if column in row):
+    found, gone, roles = dict(row), {*turns.keys, *turns.keys.values()}, turns.roles or {}
+    for column in ("messages", "conversations", "prompt", "completion", "chosen", "rejected"):
+        value = found.get(column)
         if column in ("messages", "conversations"):
             with suppress(DataError):  # which is said where the row is read
-                found[column] = _from_json(row[column], column)
-        if isinstance(found[column], (list, tuple)):
-            found[column] = [_mapped(turn, turns) if isinstance(turn, Mapping) else turn for turn in found[column]]
+                value = _from_json(value, column)
+        mapped: list[Any] = [value] if isinstance(value, Mapping) else [*value] if isinstance(value, list) else []
+        for number, turn in enumerate(mapped):
+            if isinstance(turn, Mapping):
+                made = {key: part for key, part in turn.items() if key not in gone}
+                made |= {ours: turn[theirs] for ours, theirs in turns.keys.items() if theirs in turn}
+                key, role = _first(made, _ROLE_KEYS)
+                mapped[number] = {**made, key: roles[str(role)]} if str(role) in roles else made
+                found[column] = mapped
     return found
-
-
-def _mapped(turn: Mapping[str, Any], turns: TurnsConfig) -> Message:
-    gone, roles = {*turns.keys, *turns.keys.values()}, turns.roles or {}
-    made = {key: value for key, value in turn.items() if key not in gone}
-    made |= {ours: turn[theirs] for ours, theirs in turns.keys.items() if theirs in turn}
-    key, role = _first(made, _ROLE_KEYS)
-    return {**made, key: roles[str(role)]} if str(role) in roles else made
-
-
-def turns_of(row: Mapping[str, Any]) -> list[Message]:
-    """All messages of a row, in whichever column."""
-    columns = [row[name] for name in _TURNS if isinstance(row.get(name), list)]
-    return [turn for turns in columns for turn in turns if isinstance(turn, dict)]
 
 
 def _first(turn: Mapping[str, Any], keys: Sequence[str]) -> tuple[str, Any]:
@@ -268,7 +258,7 @@ def _calls(calls: Any, location: str) -> list[dict[str, Any]]:
     """Calls with objects as arguments, which are JSON text in rows of OpenAI's."""
     found = []
     call: Any
-    for call in [calls] if isinstance(calls, Mapping) else calls if isinstance(calls, (list, tuple)) else [None]:
+    for call in calls if isinstance(calls, (list, tuple)) and calls else [calls]:
         function = call.get("function", call) if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise DataError(f"{location}: tool_calls are a list of calls with a function name, not {_shown(calls)}")

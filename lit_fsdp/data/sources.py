@@ -17,7 +17,7 @@ from typing import Any
 
 from lit_fsdp.config.data import GENERATED, DataConfig, RowFormat, SourceConfig, Sources, TurnsConfig, check_sources
 from lit_fsdp.data import readers
-from lit_fsdp.data.formats import find_format, map_turns, turns_of
+from lit_fsdp.data.formats import find_format, map_turns
 from lit_fsdp.data.readers import RawRow, Row, kind_of, naming
 from lit_fsdp.errors import DataError, require
 from lit_fsdp.host import make_once
@@ -62,10 +62,10 @@ class Source:
         for ours, theirs in (self.columns or {}).items():
             if ours not in there:
                 raise DataError(f"{self.name}: no column {theirs!r}, mapped to {ours!r}\n  allowed: {sorted(there)}")
-        turns = [turn for _, row in good for turn in turns_of(row)]
+        turns = [turn for _, row in good for part in row.values() if isinstance(part, list) for turn in part]
+        there = {key for turn in turns if isinstance(turn, dict) for key in turn}
         for ours, theirs in (self.turns.keys if self.turns else {}).items():
-            if not any(ours in turn for turn in turns):
-                there = {str(key) for turn in turns for key in turn}
+            if ours not in there:
                 given = f"no message with the key {theirs!r}, which data.turns maps to {ours!r}"
                 raise DataError(f"{self.name}: {given}\n  allowed: {sorted(there)}")
         location, row = good[0]

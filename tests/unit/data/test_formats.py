@@ -182,7 +182,7 @@ def test_a_bad_row_is_named():
         ({**YO, "function_call": 3}, calls),
         ({**YO, "function_call": CALL, "tool_calls": [CALL]}, "calls twice\n.*keep one"),
         ({"from": "function_call", "value": "f(1)"}, "function_call are not JSON"),
-        ({"from": "function_call", "value": ""}, calls),
+        *(({"from": "function_call", "value": value}, calls) for value in ("", "[]", "3")),
         ({**YO, "tool_responses": []}, f"tool_responses {known}\n.*a message of the role tool"),
         ({**YO, "content": [{**PART, "train": False}]}, part),
         ({**YO, "tool_calls": 3}, calls),

@@ -194,15 +194,10 @@ def test_kwargs_of_the_template(small: Any):
 
 def test_a_sample_per_turn_is_what_inference_sees(small: Any):
     """The conversation up to each turn rendered alone: as the model is asked, then what it says."""
-
-    def with_thoughts(turns: Any) -> Any:
-        given = (
-            {"reasoning_content": f"why {turn['content']}"} if turn["role"] == "assistant" else {} for turn in turns
-        )
-        return [{**turn, **more} for turn, more in zip(turns, given, strict=True)]
-
-    called = with_thoughts([*_calls("Look."), *say("u:3", "a:4")])
-    plain = with_thoughts(say("u:1", "a:Look.", "u:2", "a:It is.", "u:3", "a:4"))
+    called = [*_calls("Look."), *say("u:3", "a:4")]
+    for turn in called[1::2]:
+        turn["reasoning_content"] = f"why {turn['content']}"
+    plain = [*say("u:1", "a:Look.", "u:2"), *called[3:]]
     for template in (CHATML, THINKING, unmarked(THINKING), INSIDE, CHANNELS, PIECES):
         both = plain if template in (CHANNELS, PIECES) else called
         kept = [*both[:-1], {**both[-1], "train": False}]
@@ -227,8 +222,7 @@ def test_a_sample_per_turn_is_what_inference_sees(small: Any):
 
 
 def test_a_turn_stands_behind_the_prompt_of_inference(small: Any):
-    """Also where a template writes that otherwise once it is answered, as Mistral the system's words, which come last,
-    and GPT-OSS the thoughts of calls, which the answer ends."""
+    """Also where a template writes it otherwise later: the system's words as Mistral, thoughts of calls as GPT-OSS."""
     late = (
         "{% for m in messages[1:] %}{% if m.role == 'assistant' %} {{ m.content }}</s>{% else %}[INST] {{ "
         "messages[0].content if loop.last }}{{ m.content }}[/INST]{% endif %}{% endfor %}"
@@ -236,11 +230,8 @@ def test_a_turn_stands_behind_the_prompt_of_inference(small: Any):
     ended = "{% set ended = messages[-1].role == 'assistant' and not messages[-1].tool_calls %}" + unmarked(CHATML)
     ended = ended.replace("{{ m.content }}{% for c", "{{ '' if ended else m.thinking }}{{ m.content }}{% for c")
     called = [*say("u:1"), {**_calls()[1], "thinking": "why"}, *_calls()[2:]]
-    user, look = (
-        "<|im_start|>user\n1<|im_end|><|im_start|>assistant\n",
-        '{"name": "look", "arguments": {"city": "Oslo"}}',
-    )
-    look = f"why<tool_call>{look}<|im_end|>"
+    user = "<|im_start|>user\n1<|im_end|><|im_start|>assistant\n"
+    look = 'why<tool_call>{"name": "look", "arguments": {"city": "Oslo"}}<|im_end|>'
     for template, messages, wanted in [
         (late, say("s:S", *FOUR), ["[INST] S1[/INST]⟦ 2</s>⟧", "[INST] 1[/INST] 2</s>[INST] S3[/INST]⟦ 4</s>⟧"]),
         (ended, called, [f"{user}⟦{look}⟧",
