@@ -17,7 +17,7 @@ from lit_fsdp.data.masks import Encoded, Span, SpanEncoder, added_tokens, sample
 from lit_fsdp.data.turns import AssistantTurns, supervised_turns
 from lit_fsdp.errors import ConfigError, DataError, require
 
-_VERSION = 4
+_VERSION = 5
 """Raised with changes here or below that give the same rows other tokens or masks."""
 CUT, TOO_LONG = "cut before the assistant's turn", "longer than max_seq_length"
 EMPTY, NOTHING_LEFT = "empty", "without a supervised token"

@@ -38,6 +38,8 @@ _OTHER_ROLES = {
 _UNKNOWN = {"train_detail": "train: true or false", "tool_responses": "each as a message of the role tool"}
 """What other programs write into messages and nothing here would heed, and what to write instead."""
 _SAY_WHICH = "say which key is which, such as data.turns: {role: speaker, content: utterance}"
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Names of the thoughts in a message: templates read the first, or, as GPT-OSS, the second."""
 _UNKNOWN_MASKS = ("loss_mask", "assistant_masks", "assistant_mask")
 _IGNORED = -100
 
@@ -237,6 +239,8 @@ def _message(turn: Any, location: str) -> Message:
         calls, content = [*calls, said], content + end
     made = {key: made[key] for key in made if key not in (role_key, content_key, *_FLAGS, "tool_calls", CALL)}
     made |= {"role": role, **({"train": bool(max(flags.values()))} if flags else {})}
+    if thoughts := [made[key] for key in REASONING if key in made]:  # transformers < 5.21 leaves other names unread
+        made = {"thinking": thoughts[0], **made, "reasoning_content": thoughts[0]}
     if len(calls) > 1:
         raise DataError(f"{location}: calls twice\n  fix:     keep one of tool_calls and {CALL}")
     if calls:

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lit_fsdp.data.chat_template import ChatTemplate
-from lit_fsdp.data.formats import Conversation, Message, num_alike
+from lit_fsdp.data.formats import REASONING, Conversation, Message, num_alike
 from lit_fsdp.data.masks import Span
 from lit_fsdp.errors import DataError
 
@@ -31,7 +31,6 @@ _TAG = re.compile("\ue000(\\d+)([a-z]\\d*)\ue001")
 _BLANK_BEFORE_NOTHING = re.compile("\\s(\ue000\\d+s\ue001\ue000\\d+z\ue001)")
 _CONTENT = re.compile("\ue002(\\d+)\ue003")
 _FIRST, _LAST, _THOUGHT, _NAME, _RESULT = "s", "z", "r", "c", "t"
-_REASONING = ("reasoning_content", "thinking", "reasoning")
 _QUESTION, _ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content": "\ue004"}
 _MAX_KEPT = 4096
 
@@ -280,7 +279,7 @@ def _with_tags(message: Message, index: int, strips: bool) -> Message:
     if message["role"] != "assistant":
         return message
     made = {**message}
-    for key in _REASONING:
+    for key in REASONING:
         if isinstance(message.get(key), str):
             made[key] = _in_front(tag(_THOUGHT), message[key])
     calls = message.get("tool_calls") or []

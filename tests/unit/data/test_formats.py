@@ -63,6 +63,11 @@ def test_calls_and_tools():
     assert said(HI, {**YO, "tool_calls": [flat]})[1]["tool_calls"] == [{**CALL, "id": "c1"}]
     answer = {"role": "tool", "content": "2", "name": "f"}
     assert said({**YO, "tool_calls": [], "train": None}, {**answer, "tool_call_id": None}) == [YO, answer]
+    for name in ("reasoning_content", "thinking", "reasoning"):  # as transformers names them from 5.21 on
+        thought = said({**YO, name: "why"})[0]
+        assert thought.keys() == {*YO, "reasoning_content", "thinking", name}
+        assert (thought["reasoning_content"], thought["thinking"]) == ("why", "why")
+    assert said({**YO, "reasoning": "2", "thinking": "1", "reasoning_content": None})[0]["reasoning_content"] == "1"
     schema = [{"type": "function", "function": {"name": "f"}}]
     for tools, schemas in (([{"name": "f"}], schema), ('[{"name": "f"}]', schema), (schema, schema), ("", None)):
         assert to_conversation({"messages": [HI], "tools": tools}, "messages", "x").tools == schemas
