@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from datetime import datetime
 from importlib import resources
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,8 @@ class ChatTemplate:
 
     def __init__(self, source: str, variables: Mapping[str, Any], tool_use: str | None = None) -> None:
         self.source, self._variables, self._tool_use = source, dict(variables), tool_use or source
-        self.text = repr((source, tool_use, sorted(self._variables.items())))
+        renderers = [version(package) for package in ("transformers", "jinja2")]
+        self.text = repr((source, tool_use, sorted(self._variables.items()), renderers))
 
     def render(
         self, conversation: Conversation, location: str, *, generation_prompt: bool = False

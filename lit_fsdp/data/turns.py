@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lit_fsdp.data.chat_template import ChatTemplate
-from lit_fsdp.data.formats import Conversation, Message, num_alike
+from lit_fsdp.data.formats import REASONING, Conversation, Message, num_alike
 from lit_fsdp.data.masks import Span
 from lit_fsdp.errors import DataError
 
@@ -33,7 +33,6 @@ _CONTENT = re.compile("\ue002(\\d+)\ue003")
 _END = re.compile(r"zq(\d+)x([az])", re.IGNORECASE)  # which no filter of a template changes but for its case
 _WORD = re.compile("[\\w\ue002\ue003]+")
 _FIRST, _LAST, _THOUGHT, _NAME, _RESULT = "s", "z", "r", "c", "t"
-_REASONING = ("reasoning_content", "thinking", "reasoning")
 _QUESTION, _ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content": "\ue004"}
 _MAX_KEPT = 4096
 
@@ -101,6 +100,23 @@ class AssistantTurns:
         text, spans = self._by_tags(conversation, wanted, location)
         return text, spans, self.unwritten(conversation, text)
 
+    def find_last(self, conversation: Conversation, location: str) -> Found:
+        """As :meth:`find` for the last turn, behind the prompt that the model is asked with.
+
+        Some templates write earlier messages otherwise once they are answered: GPT-OSS leaves out what was thought
+        before a call, Mistral the system's words.
+        """
+        *before, _ = conversation.messages
+        text, spans, lacks = self.find(conversation, [len(before)], location)
+        asked, start = self._template.text_of(conversation, before, generation_prompt=True) or "", spans[0][0]
+        for prompt in (asked, asked.rpartition("<think>")[0]):  # whose thoughts the turn may show otherwise
+            if self._tail(prompt) == self._tail(text[:start]) != "":
+                if prompt != text[:start]:
+                    lacks = self.unwritten(replace(conversation, messages=before), asked, generation_prompt=True)
+                moved = len(prompt) - start
+                return prompt + text[start:], [(a + moved, b + moved) for a, b in spans], lacks
+        return text, spans, lacks
+
     def unwritten(self, conversation: Conversation, text: str, *, generation_prompt: bool = False) -> list[Unwritten]:
         """Texts of others than the assistant, and tools, that do not stand whole in what the template has written.
 
@@ -109,7 +125,8 @@ class AssistantTurns:
         """
         messages, tools = conversation.messages, conversation.tools or []
         said = {i: m["content"] for i, m in enumerate(messages) if m["role"] != "assistant" and m["content"].strip()}
-        said |= {i: str(name) for i, tool in enumerate(tools, len(messages)) if (name := _function(tool).get("name"))}
+        names = [(tool.get("function") or {}).get("name") for tool in tools]
+        said |= {i: str(name) for i, name in enumerate(names, len(messages)) if name}
 
         def lost(numbers: Collection[int]) -> set[int] | None:
             marked = _with_ends(conversation, numbers)
@@ -123,6 +140,10 @@ class AssistantTurns:
             found = {i for i, one in alone.items() if (_is_missing(said[i], text) if one is None else one)}
         named = [(i, messages[i]["role"] if i < len(messages) else "tools") for i in sorted(found)]
         return [(f"tool {said[i]}" if kind == "tools" else f"message {i} ({kind})", kind) for i, kind in named]
+
+    def _tail(self, text: str) -> str:
+        """A text from its last special token on; nothing without one."""
+        return text[max((match.start() for match in self._token.finditer(text)), default=len(text)) :]
 
     def _shape(self, conversation: Conversation, wanted: Sequence[int], location: str) -> tuple[list[str], Any]:
         """The text with a place for each content, in pieces, not supervised and supervised in turn; what it lacks."""
@@ -208,7 +229,7 @@ class AssistantTurns:
         before = conversation.messages[:index]
         header = self._header(conversation, before)
         asked = "" if header else self._template.text_of(conversation, before, generation_prompt=True) or ""
-        return header or asked[max((match.start() for match in self._token.finditer(asked)), default=0) :]
+        return header or self._tail(asked) or asked
 
     def _header(self, conversation: Conversation, before: list[Message]) -> str:
         """The generation prompt behind some messages; of a template without one, what it writes before an answer."""
@@ -294,7 +315,7 @@ def _with_tags(message: Message, index: int, strips: bool) -> Message:
     if message["role"] != "assistant":
         return message
     made = {**message}
-    for key in _REASONING:
+    for key in REASONING:
         if isinstance(message.get(key), str):
             made[key] = _in_front(tag(_THOUGHT), message[key])
     calls = message.get("tool_calls") or []
@@ -321,14 +342,9 @@ def _with_ends(conversation: Conversation, numbers: Collection[int]) -> Conversa
             messages[i] = {**messages[i], "content": _in_front(first, text) + last + behind}
         else:
             tool = tools[i - len(messages)]
-            named = {**_function(tool), "name": f"{_function(tool)['name']}{first}{last}"}
-            tools[i - len(messages)] = named if _function(tool) is tool else {**tool, "function": named}
+            named = {**tool["function"], "name": f"{tool['function']['name']}{first}{last}"}
+            tools[i - len(messages)] = {**tool, "function": named}
     return replace(conversation, messages=messages, tools=conversation.tools and tools)
-
-
-def _function(tool: dict[str, Any]) -> dict[str, Any]:
-    """The schema that has a tool's name."""
-    return tool["function"] if isinstance(tool.get("function"), dict) else tool
 
 
 def _is_missing(said: str, text: str) -> bool:

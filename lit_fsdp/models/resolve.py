@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig, PretrainedConfig
 
 from lit_fsdp.config.model import ModelConfig
 from lit_fsdp.errors import require
@@ -57,11 +57,6 @@ def resolve_model(config: ModelConfig, with_weights: bool = True) -> ModelSource
 def resolve_architecture(config: ModelConfig) -> PretrainedConfig:
     """The architecture that ``config`` names; no weights are looked for, let alone read."""
     return resolve_model(config, with_weights=False).hf_config
-
-
-def resolve_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
-    """The tokenizer that training uses, to the last token: no weights are read, fetched or converted."""
-    return load_tokenizer(resolve_model(config, with_weights=False), config)
 
 
 def prepare_model(config: ModelConfig) -> dict[str, str | None]:

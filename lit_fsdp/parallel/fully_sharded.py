@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -79,9 +80,7 @@ def apply_fully_shard(
     root: Any = _Root(module)
     policy = dataclasses.replace(options["mp_policy"], cast_forward_inputs=False)
     fully_shard(root, **{**options, "mp_policy": policy})
-    if hasattr(root, "set_reduce_scatter_unused_params"):  # torch >= 2.13
-        # Ranks that use different parameters would reduce different lists of gradients, and mix them up.
-        root.set_reduce_scatter_unused_params(True)
+    _reduce_unused(root)
     if not config.wrap_config.manual and (last := last_unit(plan, module)) is not None:
         last.set_reshard_after_forward(False, recurse=False)
     for unit in root.modules() if options["mesh"].size() == 1 else ():
@@ -91,6 +90,25 @@ def apply_fully_shard(
     units = set(plan.modules.values())
     _set_prefetch([child for child in module.modules() if child in units], config)
     return root
+
+
+def _reduce_unused(root: Any) -> None:
+    """Reduce zeros for parameters that this rank did not use; lists that differ between ranks would be mixed up."""
+    if hasattr(root, "set_reduce_scatter_unused_params"):
+        root.set_reduce_scatter_unused_params(True)
+        return
+    # torch < 2.13 has no such choice; private names are safe in releases that have ended: delete when the minimum is 2.13
+    units = [unit for unit in root.modules() if isinstance(unit, FSDPModule)]
+    for group in filter(None, (unit._get_fsdp_state()._fsdp_param_group for unit in units)):
+        group.post_backward = functools.partial(_post_backward_with_zeros, group)
+
+
+def _post_backward_with_zeros(group: Any, *unused: Any) -> None:
+    params = [p for p in group.fsdp_params if hasattr(p, "_unsharded_param") and p.unsharded_param.requires_grad]
+    for param in params if group.reduce_grads else ():
+        if param.unsharded_param.grad is None and param.unsharded_accumulated_grad is None:
+            param.unsharded_param.grad = torch.zeros_like(param.unsharded_param)
+    type(group).post_backward(group, *unused)
 
 
 def _set_prefetch(ordered: list[Any], config: StrategyConfig) -> None:

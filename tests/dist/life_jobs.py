@@ -28,18 +28,21 @@ class Sgd(ForeignNetWithValidation):
 
 
 class Unused(ForeignNetWithValidation):
-    """A layer that no loss depends on, under weight decay, and one that only every second batch needs."""
+    """A layer that no loss depends on, under weight decay, one for some batches, and a layer per half of the rows."""
 
     def __init__(self) -> None:
         super().__init__()
         self.never, self.sometimes = nn.Linear(12, 12), nn.Linear(12, 12)
+        self.upper, self.lower = nn.Linear(12, 1), nn.Linear(12, 1)  # alike, so that mixing them up is no error
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         x, y = batch
         half = len(x) if batch_idx == 0 else 0
         if batch_idx == 2 and int(os.environ["RANK"]) * len(x) < 4:
             half = 4
-        out = self(x)
+        first = max(0, 4 - int(os.environ["RANK"]) * len(x))
+        parts = (self.upper, x[:first]), (self.lower, x[first:])
+        out = self(x) + torch.cat([layer(part) for layer, part in parts if len(part)])
         if half:
             out = out + torch.cat([self.sometimes(x[:half]).sum(dim=1, keepdim=True), out[half:] * 0])
         return mse_loss(out, y)

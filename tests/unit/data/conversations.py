@@ -37,7 +37,7 @@ def encode(tokenizer: Any, template: str | None, messages: Any, *, row: Any = No
     """The sample of one conversation, which is row 7 of a file."""
     encoder = encoder_of(tokenizer, DataConfig(**options), template or tokenizer.chat_template)
     (found,) = encoder.encode([{"messages": messages, **(row or {})}], "messages", ["rows.jsonl:7"])
-    assert found.dropped is None
+    assert not found.dropped
     return found.samples[0]
 
 

@@ -12,9 +12,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from lit_fsdp.config.data import DataConfig
+from lit_fsdp.data.encode import CUT, NOTHING_LEFT, TOO_LONG
 from lit_fsdp.data.formats import Conversation
 from lit_fsdp.data.masks import SpanEncoder
-from lit_fsdp.errors import DataError
+from lit_fsdp.errors import ConfigError, DataError
 from tests.unit.data.conftest import byte_level_tokenizer, encoder_of, metaspace_tokenizer
 from tests.unit.data.conversations import NEMO, encode, say, shown, supervised, unmarked
 
@@ -193,6 +194,79 @@ def test_kwargs_of_the_template(small: Any):
     assert all(text.endswith(f"assistant\n⟦{THOUGHT}2<|im_end|>⟧") for text in texts[3:])
 
 
+def test_a_sample_per_turn_is_what_inference_sees(small: Any):
+    """The conversation up to each turn rendered alone: as the model is asked, then what it says."""
+    called = [*_calls("Look."), *say("u:3", "a:4")]
+    for turn in called[1::2]:
+        turn["reasoning_content"] = f"why {turn['content']}"
+    plain = [*say("u:1", "a:Look.", "u:2"), *called[3:]]
+    for template in (CHATML, THINKING, unmarked(THINKING), INSIDE, CHANNELS, PIECES):
+        both = plain if template in (CHANNELS, PIECES) else called
+        kept = [*both[:-1], {**both[-1], "train": False}]
+        for messages, which, supervise in [
+            (both, (1, 3, 5), "all"),
+            (kept, (1, 3), "all"),
+            (both, (5,), "last"),
+            ([*both[:3], {**both[3], "train": True}, *both[4:]], (3,), "flagged"),
+            ([*both, *say("u:5")], (1, 3, 5), "all"),
+        ]:
+            clean = [{key: value for key, value in turn.items() if key != "train"} for turn in messages]
+            alone = [encode(small, template, clean[: turn + 1], supervise="last") for turn in which]
+            encoder = encoder_of(small, DataConfig(split_turns=True, supervise=supervise), template)
+            found, none = encoder.encode([{"messages": messages}, {"messages": say("u:1")}], "messages", ["a", "b"])
+            assert [shown(small, one) for one in found.samples] == [shown(small, one) for one in alone]
+            assert (found.truncated, found.dropped, none.dropped) == (0, (), (NOTHING_LEFT,))
+    texts = [shown(small, encode(small, THINKING, called[: turn + 1], supervise="last")) for turn in (1, 3, 5)]
+    assert [[f"why {said}" in text for said in ("Look.", "It is.", "4")] for text in texts] == [
+        [True, False, False], [True, True, False], [False, False, True]]  # fmt: skip
+    asked = small.apply_chat_template(called[:5], chat_template=THINKING, tokenize=False, add_generation_prompt=True)
+    assert texts[2].startswith(asked + "⟦<think>\nwhy 4\n</think>\n\n4<|im_end|>⟧")
+
+
+def test_a_turn_stands_behind_the_prompt_of_inference(small: Any):
+    """Also where a template writes it otherwise later: the system's words as Mistral, thoughts of calls as GPT-OSS."""
+    late = (
+        "{% for m in messages[1:] %}{% if m.role == 'assistant' %} {{ m.content }}</s>{% else %}[INST] {{ "
+        "messages[0].content if loop.last }}{{ m.content }}[/INST]{% endif %}{% endfor %}"
+    )
+    ended = "{% set ended = messages[-1].role == 'assistant' and not messages[-1].tool_calls %}" + unmarked(CHATML)
+    ended = ended.replace("{{ m.content }}{% for c", "{{ '' if ended else m.thinking }}{{ m.content }}{% for c")
+    called = [*say("u:1"), {**_calls()[1], "thinking": "why"}, *_calls()[2:]]
+    user = "<|im_start|>user\n1<|im_end|><|im_start|>assistant\n"
+    look = 'why<tool_call>{"name": "look", "arguments": {"city": "Oslo"}}<|im_end|>'
+    for template, messages, wanted in [
+        (late, say("s:S", *FOUR), ["[INST] S1[/INST]⟦ 2</s>⟧", "[INST] 1[/INST] 2</s>[INST] S3[/INST]⟦ 4</s>⟧"]),
+        (ended, called, [f"{user}⟦{look}⟧",
+         f"{user}{look}<|im_start|>tool\ncold<|im_end|><|im_start|>assistant\n⟦It is.<|im_end|>⟧"]),
+    ]:  # fmt: skip
+        encoder = encoder_of(small, DataConfig(split_turns=True), template)
+        (found,) = encoder.encode([{"messages": messages}], "messages", ["x"])
+        assert [shown(small, one) for one in found.samples] == wanted
+
+
+def test_turns_that_cannot_be_split_are_refused(small: Any):
+    messages = say("u:1", "a:2", "u:" + "3" * 40, "a:4")
+    for truncation, lengths, truncated, lost in [
+        ("end", [21], 0, (CUT,)), ("drop", [21], 0, (TOO_LONG,)), ("start", [21, 60], 1, ()),
+    ]:  # fmt: skip
+        options: dict[str, Any] = {"split_turns": True, "max_seq_length": 60, "truncation": truncation}
+        (row,) = encoder_of(small, DataConfig(**options), CHATML).encode([{"messages": messages}], "messages", ["x"])
+        assert ([len(one.input_ids) for one in row.samples], row.truncated, row.dropped) == (lengths, truncated, lost)
+    encoder = encoder_of(small, DataConfig(split_turns=True), CHATML)
+    for form, content in (("text", "a"), ("tokens", [1]), ("preference", "a"), ("prompt_completion", "a")):
+        row_of = {"text": content, "input_ids": content, "prompt": "a", "completion": "b", "chosen": "a"}
+        with pytest.raises(ConfigError, match=r"^data\.split_turns: got true\n  allowed: false for (rows|prompts)"):
+            encoder.encode([row_of], form, ["x"])
+    short = unmarked(CHATML).replace("in messages", "in messages if m.role != 'system' or messages | length < 4")
+    row_of, options = {"messages": say("s:S", *FOUR)}, {"split_turns": True}  # the second sample lacks the system's
+    with pytest.raises(DataError, match=r"^x: the chat template does not write message 0 \(system\), or"):
+        encoder_of(small, DataConfig(**options), short).encode([row_of], "messages", ["x"])
+    (row,) = encoder_of(small, DataConfig(**options, unwritten_text="allow"), short).encode([row_of], "messages", ["x"])
+    assert (len(row.samples), row.unwritten) == (2, ("system",))
+    with pytest.raises(ConfigError, match=r"^split_turns: got true with train_on_prompt"):
+        DataConfig(split_turns=True, train_on_prompt=True)
+
+
 def test_which_turns(small: Any):
     """By ``supervise`` and by what messages say, which the template does not see; others need no marks."""
     keys = CHATML.replace("{{ m.role }}", "{{ m.role }}{{ m.keys() | join('+') }}")
@@ -342,7 +416,7 @@ def test_a_text_that_the_template_writes_in_its_own_way_is_no_loss(small: Any):
         template = "{% for m in messages %}" + HEADER + own % written + calls + "<|im_end|>\n{% endfor %}"
         for messages in talks:
             row = {"messages": messages, "tools": TOOLS}
-            shows = template + "{{ tools | map(attribute='name') | join }}{{ tools[0].function.name | e }}"
+            shows = template + "{{ tools | map(attribute='function.name') | join }}{{ tools[0].function.name | e }}"
             (found,) = encoder_of(small, DataConfig(train_on_prompt=True), shows).encode([row], "messages", ["a:1"])
             assert (found.unwritten, len(found.samples)) == ((), 1), (written, messages)
 
