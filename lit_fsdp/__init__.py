@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lit_fsdp.callbacks.averages import EMAWeights
     from lit_fsdp.callbacks.checkpoint import Checkpoint
     from lit_fsdp.callbacks.isolation import IsolationProof
     from lit_fsdp.callbacks.samples import Samples
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from lit_fsdp.errors import CheckpointError, ConfigError, ContractError, DataError
     from lit_fsdp.models.optimizers import MuonWithAdamW
     from lit_fsdp.module import CausalLMModule
+    from lit_fsdp.parallel.norms import grad_norms
     from lit_fsdp.preference import PreferenceModule
     from lit_fsdp.strategy import fsdp_strategy
 
@@ -31,12 +33,14 @@ _HOMES = {
     "ConfigError": "errors",
     "ContractError": "errors",
     "DataError": "errors",
+    "EMAWeights": "callbacks.averages",
     "IsolationProof": "callbacks.isolation",
     "MuonWithAdamW": "models.optimizers",
     "PreferenceModule": "preference",
     "RecipeCLI": "cli",
     "Samples": "callbacks.samples",
     "fsdp_strategy": "strategy",
+    "grad_norms": "parallel.norms",
     "load_weights": "checkpoint.store",
 }
 
@@ -48,12 +52,14 @@ __all__ = [
     "ConfigError",
     "ContractError",
     "DataError",
+    "EMAWeights",
     "IsolationProof",
     "MuonWithAdamW",
     "PreferenceModule",
     "RecipeCLI",
     "Samples",
     "fsdp_strategy",
+    "grad_norms",
     "load_weights",
 ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import traceback
 from collections.abc import Sequence
@@ -17,7 +18,6 @@ from jsonargparse import Namespace
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
-from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lit_fsdp.callbacks.checkpoint import Checkpoint
@@ -55,7 +55,7 @@ from lit_fsdp.launch.ranks import RANKS
 from lit_fsdp.models.build import check_attention
 from lit_fsdp.models.optimizers import optimizer_class
 from lit_fsdp.module import CausalLMModule
-from lit_fsdp.parallel.base import EngineStrategy
+from lit_fsdp.parallel.base import EngineStrategy, check_finders
 from lit_fsdp.parallel.units import plan_for
 from lit_fsdp.plan.memory import compared_memory
 from lit_fsdp.plan.search import advice, is_out_of_memory
@@ -125,7 +125,7 @@ class RecipeCLI(LightningCLI):
         )
         if "model" in self.line.foreign:
             self._is_foreign_model = not issubclass(self._named_class("model"), CausalLMModule)
-        use_loader(not self._is_foreign_model)
+        use_loader(not self._is_foreign_model, lambda values: self.line.in_short(values, self._open, _arguments))
 
     def _named_class(self, name: str) -> Any:
         """The class that the recipe names for ``model`` or ``data``, else ours."""
@@ -138,6 +138,12 @@ class RecipeCLI(LightningCLI):
             raise ConfigError(name, path, f"a class that can be imported ({error})") from error
 
     # -- the parser
+
+    def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
+        """Lightning's parser; what lightning 2.6 calls ``instantiate_classes`` ends with jsonargparse 5."""
+        parser: Any = super().init_parser(**kwargs)
+        parser.instantiate_classes = parser.instantiate
+        return parser
 
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
         """The verb that runs, or all: each parser takes as long to build as the others."""
@@ -160,14 +166,18 @@ class RecipeCLI(LightningCLI):
             ("model", self._model_class, self.subclass_mode_model, self.model_class),
             ("data", self._datamodule_class, self.subclass_mode_data, self.datamodule_class),
         ]
+        self._open: list[str] = []
         for name, base, in_mode, given in classes:
             is_open = in_mode or given is None
+            self._open += [name] if is_open else []
             if not is_open or self.shows_help:  # help is that of the class that is named, else of ours
                 parser.add_lightning_class_args(self._named_class(name) if is_open else base, name)
                 continue
             parser.add_subclass_arguments(base, name, required=False)
-            if given is None and (self.model_class is None or not self._is_foreign_model):
-                parser.set_defaults({name: {"class_path": OWN_CLASSES[name]}})
+            has_default = given is None and (self.model_class is None or not self._is_foreign_model)
+            if path := self.line.classes.get(name, OWN_CLASSES[name] if has_default else None):
+                self._named_class(name)
+                parser.set_defaults({name: {"class_path": path}})
 
     def _add_arguments(self, parser: LightningArgumentParser) -> None:
         for name, cls in SECTIONS.items():
@@ -186,7 +196,8 @@ class RecipeCLI(LightningCLI):
         if isinstance(args, (dict, Namespace)):
             super().parse_arguments(parser, args)
         else:
-            words = [*([self.verb] if self.verb else []), *(["--help"] if self.shows_help else self.line.words)]
+            given = ["--help"] if self.shows_help else self.line.short_words(not self._is_foreign_model, self._open)
+            words = [*([self.verb] if self.verb else []), *given]
             known = self._parser(self.verb)._actions if self.verb else []
             self.config = parse(parser, words, known=[action.dest for action in known])
         self.verb = self.config.get("subcommand")
@@ -228,10 +239,11 @@ class RecipeCLI(LightningCLI):
         asked, parsed = self.config, self._section()
         check_launch(vars(parsed.trainer), os.environ)
         self.resume = self._find_resume()
-        if self.verb == "fit" and (self.resume.path or is_requeued()):
+        if self.verb == "fit":
             self.config = asked.clone()
             manifest, folder = self.resume.manifest, Path(parsed.trainer.default_root_dir)
-            go_on_logging(self._section().trainer, folder, manifest.global_step if manifest else 0)
+            step = (manifest.global_step if manifest else 0) if self.resume.path or is_requeued() else None
+            go_on_logging(self._section().trainer, folder, step)
         super().instantiate_classes()
         self.config = asked
         split, data = _STAGES[self.verb][0], self.datamodule
@@ -329,7 +341,8 @@ class RecipeCLI(LightningCLI):
 
     def _check_run(self) -> None:
         """What needs the model or the number of ranks, which is known only now if ``devices`` is ``auto``."""
-        trainer, strategy, parsed = self.trainer, self.trainer.strategy, self._section()
+        trainer: Any = self.trainer
+        strategy, parsed = trainer.strategy, self._section()
         model, data = self.model, self.datamodule
         ours = {
             "model": isinstance(model, CausalLMModule),
@@ -351,6 +364,8 @@ class RecipeCLI(LightningCLI):
             rule(run)
         if ours["data"] and self.verb == "fit":
             self.datamodule.fix_batches(run.world_size, parsed.trainer.accumulate_grad_batches)
+        if ours["model"] or ours["data"]:
+            check_finders(trainer.callbacks, model)
         if isinstance(strategy, EngineStrategy):
             strategy.in_recipe = True
             strategy.check_environment(trainer, model, str(self.verb))
@@ -360,6 +375,8 @@ class RecipeCLI(LightningCLI):
             self.resume.check(run)
             if ours["trainer.strategy"]:
                 plan_for(self.model.build(), run.strategy, STRATEGY)
+                if self.verb == "fit" and trainer.checkpoint_callbacks and trainer.is_global_zero:
+                    self.model.checkpoint_files()
 
     def _prepare(self) -> None:
         """Prepare the data, lock the run folder and write the recipe, before any process group exists."""
@@ -380,7 +397,7 @@ class RecipeCLI(LightningCLI):
             # beside the one of before, until the checkpoint is loaded: a resume may yet be refused
             path = folder / (PENDING_RECIPE if self.resume.path else "recipe.yaml")
             with naming(path):
-                path.write_text(self._recipe_text(ckpt_path=None), encoding="utf-8")  # not of a new run
+                path.write_bytes(self._recipe_of_run())
         if self._has_own_data() and trainer.is_global_zero:
             record_data(self.datamodule, verb, folder)
         strategy: Any = trainer.strategy
@@ -391,9 +408,12 @@ class RecipeCLI(LightningCLI):
             strategy.verify_on_load = parsed.resume.verify
             strategy.fallback_checkpoints = tuple(self.resume.others)
             if verb == "fit":
-                strategy.checkpoint_files["recipe.yaml"] = folder / "recipe.yaml"
+                strategy.checkpoint_files["recipe.yaml"] = self._recipe_of_run()
         FLAGS.has_peers = FLAGS.has_peers or trainer.world_size > 1
         RANKS.release()
+
+    def _recipe_of_run(self) -> bytes:
+        return self._recipe_text(ckpt_path=None).encode()  # not of a new run
 
     def _recipe_text(self, **instead: Any) -> str:
         """The resolved recipe, every default spelled out, short forms for our own classes, secrets as ``***``."""
@@ -416,10 +436,10 @@ class RecipeCLI(LightningCLI):
     def end_children(self, grace_seconds: float = 5.0) -> None:
         """Do not leave ranks waiting for one that failed: kill those that have not noticed it after a while."""
         trainer = getattr(self, "trainer", None)
-        launcher = trainer and trainer.strategy.launcher
-        if isinstance(launcher, _SubprocessScriptLauncher):
-            RANKS.children.extend(launcher.procs)
-            launcher.procs.clear()  # Lightning's observer of this list would kill this process as soon as one has ended
+        procs: list[Any] = getattr(trainer and trainer.strategy.launcher, "procs", [])
+        if any(isinstance(process, subprocess.Popen) for process in procs):
+            RANKS.children.extend(procs)
+            procs.clear()  # Lightning's observer of this list would kill this process as soon as one has ended
         RANKS.end(grace_seconds)
 
 
@@ -448,6 +468,13 @@ def _listed(value: Any) -> list[Any]:
 def _imported(path: str) -> Any:
     module, _, name = path.rpartition(".")
     return getattr(__import__(module, fromlist=[name]), name)
+
+
+def _arguments(path: str) -> list[str]:
+    """The names of what a class takes, also through the ``**kwargs`` that it hands on."""
+    cls = _imported(path)
+    added = jsonargparse.ArgumentParser().add_class_arguments(cls, "it", fail_untyped=False, sub_configs=True)
+    return [key.split(".")[1] for key in added]
 
 
 def _is_lightnings(error: BaseException) -> bool:

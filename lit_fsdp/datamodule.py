@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -222,6 +223,11 @@ class CausalLMDataModule(LightningDataModule):
         """Every row to be scored once, in file order."""
         return self._evaluation("predict")
 
+    def sets_of(self, split: str) -> list[tuple[str, int]]:
+        """Named sets of a split in the order of its items, each with the number of the item behind its last one."""
+        samples = self._samples.get(split)
+        return [] if samples is None else list(zip(samples.sets, np.cumsum(samples.groups).tolist(), strict=False))
+
     def in_order(self, split: str) -> tuple[BatchLoader, int, str] | None:
         """Every item of a split in file order, their number, and what tells them from others; None if there is none."""
         if split not in self._samples:
@@ -240,8 +246,11 @@ class CausalLMDataModule(LightningDataModule):
         return self._stream
 
     def _evaluation(self, split: str) -> BatchLoader:
-        trainer, items = self._trainer(), np.arange(len(self._split(split)))
-        batches = micro_batches(items, self.config.micro_batch_size, trainer.world_size, trainer.global_rank)
+        trainer, samples = self._trainer(), self._split(split)
+        parts = np.split(np.arange(len(samples)), np.cumsum(samples.groups)[:-1] if samples.sets else [])
+        cut = partial(micro_batches, micro_batch_size=self.config.micro_batch_size)
+        # all items of a batch are of one set
+        batches = [one for part in parts for one in cut(part, ranks=trainer.world_size, rank=trainer.global_rank)]
         return self._loader(split, lambda: iter(batches), len(batches))
 
     def _loader(self, split: str, indices: Callable[[], Iterator[list[int]]], length: int) -> BatchLoader:

@@ -42,7 +42,7 @@ from lit_fsdp.models.tokenizers import load_tokenizer
 from lit_fsdp.models.weights import ModelSource, Weights, open_weights
 from lit_fsdp.parallel.base import EngineStrategy
 from lit_fsdp.parallel.grads import scale_grads
-from lit_fsdp.parallel.materialize import Materializer
+from lit_fsdp.parallel.materialize import Materializer, has_meta
 from lit_fsdp.parallel.units import clean_name
 
 _log = logging.getLogger(__name__)
@@ -77,6 +77,8 @@ class CausalLMModule(LightningModule):
         self._window: torch.Tensor | None = None
         self._loss_plan: LossPlan | None = None
         self._eval_metrics: Any = SumMetric(3, eval_means)
+        self._sets: list[tuple[str, int]] = []
+        self._set_metrics: dict[str, Any] = {}
 
     @functools.cached_property
     def source(self) -> ModelSource:
@@ -129,6 +131,10 @@ class CausalLMModule(LightningModule):
             self._weights = LoraWeights(open_weights(self.source, bare, seed), model, seed, device)
         if not isinstance(strategy, EngineStrategy):
             Materializer(self, self.read_tensor, torch.device("cpu")).fill_all()
+
+    def cpu(self) -> Self:
+        """Move to the host, as Lightning's own strategies do in the end; not what an error has left on meta."""
+        return self if has_meta(self) else super().cpu()
 
     def read_tensor(self, module_name: str, module: nn.Module, attribute: str, rows: slice | None) -> torch.Tensor:
         """One tensor of the model, or only its rows, for whoever fills the meta model."""
@@ -205,6 +211,7 @@ class CausalLMModule(LightningModule):
                 options.append(group | ({"use_muon": use_muon} if splits else {}))
         known = inspect.signature(cls).parameters
         own: dict[str, Any] = {"betas": (optim.beta1, optim.beta2), "eps": optim.eps}
+        own["iterates_in"] = "fp32" if self._computes_in_fp32 else "bf16"
         # Adafactor's eps are two
         own = {n: value for n, value in own.items() if n in known and np.shape(known[n].default) == np.shape(value)}
         arguments = own | dict(optim.optimizer_args or {})
@@ -220,6 +227,13 @@ class CausalLMModule(LightningModule):
         options = [{name: value for name, value in g.items() if name != "params"} for g in optimizer.param_groups]
         self._configured = scheduler, options
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    @property
+    def _computes_in_fp32(self) -> bool:
+        strategy = self.trainer.strategy
+        if isinstance(strategy, EngineStrategy):
+            return strategy.config.precision_config.row.compute == "fp32"
+        return self.trainer.precision == "32-true"
 
     def _total_steps(self, optim: OptimConfig) -> int:
         """Optimizer steps of the whole run; only schedules that end need it."""
@@ -241,9 +255,27 @@ class CausalLMModule(LightningModule):
 
     test_step = validation_step
 
+    def on_validation_epoch_start(self) -> None:
+        """Begin sums for each named set of ``data.val`` or ``data.test``."""
+        find: Any = getattr(getattr(self.trainer, "datamodule", None), "sets_of", lambda split: [])
+        self._sets = find("test" if self.trainer.testing else "val")
+        self._set_metrics = {name: self._eval_metrics.clone() for name, _ in self._sets}
+
+    on_test_epoch_start = on_validation_epoch_start
+
+    def _add_evaluated(self, batch: Mapping[str, torch.Tensor], sums: torch.Tensor) -> None:
+        """Add the sums of a batch to those of all rows, and of the set that it is of; a filler has none."""
+        self._eval_metrics.update(sums)
+        last = int(batch["row"].max()) if self._sets else 0
+        name = next((name for name, end in self._sets if last < end), None)
+        if name is not None:
+            self._set_metrics[name].update(sums)
+
     def on_validation_epoch_end(self) -> None:
-        """Log loss, perplexity and token accuracy over all supervised tokens of all ranks."""
+        """Log loss, perplexity and token accuracy over all supervised tokens of all ranks, and of each named set."""
         stage = "test" if self.trainer.testing else "val"
+        for name, metric in self._set_metrics.items():
+            self.log_dict({f"{stage}_{kind}/{name}": value for kind, value in metric.compute().items()}, sync_dist=True)
         means = {f"{stage}_{name}": value for name, value in self._eval_metrics.compute().items()}
         self._eval_metrics.reset()
         self.log_dict(means, prog_bar=stage == "val", sync_dist=True)
@@ -267,7 +299,7 @@ class CausalLMModule(LightningModule):
     def _evaluate(self, batch: Mapping[str, torch.Tensor]) -> None:
         loss, _ = self._forward(batch)
         sums = (loss.num_tokens, loss.nll_sum, loss.num_correct)
-        self._eval_metrics.update(torch.stack([value.double() for value in sums]))
+        self._add_evaluated(batch, torch.stack([value.double() for value in sums]))
 
     def _forward(self, batch: Mapping[str, torch.Tensor]) -> tuple[TokenLoss, list[torch.Tensor]]:
         """The loss of a batch, and sums of a subclass, fp64, that are added up over the global batch beside it."""

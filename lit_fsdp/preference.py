@@ -76,7 +76,7 @@ class PreferenceModule(CausalLMModule):
         return {f"train_{name}": value for name, value in means.items()}
 
     def _evaluate(self, batch: Mapping[str, torch.Tensor]) -> None:
-        self._eval_metrics.update(*self._forward(batch)[1])
+        self._add_evaluated(batch, *self._forward(batch)[1])
 
     def predict_step(
         self, batch: Mapping[str, torch.Tensor], batch_idx: int, dataloader_idx: int = 0

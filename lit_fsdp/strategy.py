@@ -13,6 +13,9 @@ from lightning.pytorch.core import saving
 from lightning.pytorch.strategies import Strategy
 
 from lit_fsdp.checkpoint import store
+from lit_fsdp.checkpoint.manifest import read_manifest
+from lit_fsdp.checkpoint.safetensors_file import read_tensor
+from lit_fsdp.checkpoint.state import with_sharded
 from lit_fsdp.config.parser import build
 from lit_fsdp.config.strategy import StrategyConfig
 from lit_fsdp.parallel.ddp import ReplicatedStrategy
@@ -52,7 +55,9 @@ def _read_folders_too(read: Callable[..., Any]) -> Callable[..., Any]:
     def read_either(path: Any, *args: Any, **options: Any) -> Any:
         if not isinstance(path, (str, Path)) or not Path(path).is_dir():
             return read(path, *args, **options)
-        return {**store.load_state(Path(path)), "state_dict": store.whole_model(path)}
+        manifest, state = read_manifest(path), store.load_state(Path(path))
+        state = with_sharded(state, lambda sharded: read_tensor(manifest, sharded.name))
+        return {**state, "state_dict": store.whole_model(path)}
 
     return read_either
 

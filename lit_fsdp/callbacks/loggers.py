@@ -7,20 +7,26 @@ each begin a new run at every start.
 from __future__ import annotations
 
 import csv
+import hashlib
+import importlib
+import importlib.util
 import io
 import json
 import logging
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from jsonargparse import Namespace
 from lightning.fabric.utilities.apply_func import convert_tensors_to_scalars
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
 from lit_fsdp.callbacks.records import write_json
+from lit_fsdp.host import cache_root
 
 _log = logging.getLogger(__name__)
 _NAME = "loggers.json"
@@ -125,21 +131,52 @@ class RunCSVLogger(Logger, Callback):
         os.replace(temporary, self.path)
 
 
-def go_on_logging(config: Any, run_folder: Path, step: int) -> None:
+def go_on_logging(config: Any, run_folder: Path, step: int | None) -> None:
     """Give the loggers of a parsed ``trainer`` section the runs that a run folder has noted, in place.
 
-    An argument that the recipe gives wins. TensorBoard is told to hide what a killed run has logged from ``step`` on.
+    An argument that the recipe gives wins. TensorBoard is told to hide what a killed run has logged from ``step`` on;
+    it looks for that only in runs whose first start (``step`` None) has told it too.
     """
     path, given = run_folder / _NAME, config.get("logger")
-    if not path.is_file() or given in (None, True, False):
+    if given in (None, True, False):
         return
-    noted = json.loads(path.read_text(encoding="utf-8"))
-    for logger, (name, run) in zip(given if isinstance(given, list) else [given], noted, strict=False):
+    loggers = [one for one in (given if isinstance(given, list) else [given]) if isinstance(one, Namespace)]
+    for logger in loggers:
+        if logger.class_path.endswith(".TensorBoardLogger") and logger.init_args.get("purge_step", 0) is None:
+            logger.init_args["purge_step"] = step or 0
+        if logger.class_path.endswith(".MLFlowLogger"):
+            _open_store(logger.init_args)
+    noted = [] if step is None or not path.is_file() else json.loads(path.read_text(encoding="utf-8"))
+    for logger, (name, run) in zip(loggers, noted, strict=False):
         argument = _ARGUMENTS.get(name)
         if argument is None or not logger.class_path.endswith(f".{name}"):
             continue
-        if name == "TensorBoardLogger" and logger.init_args.get("purge_step", 0) is None:
-            logger.init_args["purge_step"] = step
         if logger.init_args.get(argument) is None:
             logger.init_args[argument] = run
             _log.info("%s goes on in its run %s (%s)", name, run, path)
+
+
+def _open_store(given: Any, tries: int = 5) -> None:
+    """Let one process at a time open the database of MLflow and its experiment: the first one makes them.
+
+    Whoever opens it at the same time without this, as ``mlflow ui`` may, makes that fail, so it is tried again.
+    """
+    uri, name = given.get("tracking_uri") or os.environ.get("MLFLOW_TRACKING_URI", ""), given.get("experiment_name")
+    if "://" not in uri or uri.startswith(("http", "file:")) or importlib.util.find_spec("mlflow") is None:
+        return
+    from filelock import FileLock
+
+    lock = cache_root() / f"mlflow-{hashlib.sha256(uri.encode()).hexdigest()[:16]}.lock"
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    for left in reversed(range(tries)):
+        try:
+            with FileLock(lock):
+                client = importlib.import_module("mlflow").MlflowClient(uri)
+                if name and client.get_experiment_by_name(name) is None:
+                    client.create_experiment(name, given.get("artifact_location"))
+                return
+        except Exception as error:  # of whatever database it is
+            if not left:
+                raise
+            _log.info("MLflow's store could not be opened (%s); %d more tries", type(error).__name__, left)
+            time.sleep(1)

@@ -38,6 +38,8 @@ class RunProgress(ProgressBar):
     def disable(self) -> None:
         """Nothing: ranks other than 0 say nothing anyway."""
 
+    enable = disable  # around Lightning's finders
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Open the bar, or begin to break silences."""
         self._seen_step = self._first_step = trainer.global_step

@@ -154,7 +154,7 @@ def _resumed_from(trainer: Trainer, step: int) -> str:
     lines = [f"resumed from step {step}: {folder}"]
     before, now = folder / "recipe.yaml", strategy.checkpoint_files.get("recipe.yaml")
     if now is not None and before.is_file():  # an imported checkpoint has none
-        old, new = (yaml.safe_load(path.read_text(encoding="utf-8")) for path in (before, now))
+        old, new = (yaml.safe_load(text) for text in (before.read_bytes(), now))
         lines += [f"  {line}" for line in changed_values(old, new)]
     return "\n".join(lines)
 

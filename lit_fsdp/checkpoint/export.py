@@ -13,7 +13,7 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,6 +29,7 @@ from lit_fsdp.checkpoint.store import verify_files
 from lit_fsdp.errors import CheckpointError, require
 from lit_fsdp.host import GIB, return_freed_memory
 from lit_fsdp.models.base import BaseWeights, open_base
+from lit_fsdp.models.export_files import json_bytes
 from lit_fsdp.models.lora import apply_saved_lora
 
 _EXTRAS = "hf/"
@@ -37,6 +38,7 @@ _KINDS = {"model": "Model", "adapter": "Adapter", "merge": "Model with its adapt
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _BASE = "base/"  # begins the name of a tensor that is not in the checkpoint, but in the base of its adapters
 _MODEL = "model/"
+_AVERAGE = "state/callbacks/EMAWeights/weights/"
 _ADAPTER = "default"
 _WHOLE_COPY = f".modules_to_save.{_ADAPTER}."
 _LORA = ".lora_"
@@ -81,6 +83,7 @@ def export(
     check: Callable[[Path, Manifest, ExportPlan], list[str]] | None = None,
     base: str | None = None,
     trust_remote_code: bool = False,
+    ema: bool = False,
 ) -> ExportPlan:
     """Write the model of a checkpoint as a folder that plain transformers (an adapter: peft) loads.
 
@@ -95,6 +98,7 @@ def export(
         check: Says in what the written folder differs, before it is published; see ``export_verify``.
         base: Where the base of adapters is now; None: where it was trained from.
         trust_remote_code: Run Python code that comes with that base.
+        ema: The averages of :class:`lit_fsdp.EMAWeights` in place of the weights that they are of.
 
     Raises:
         CheckpointError: ``ckpt`` is no sound checkpoint of a transformers model, or ``check`` found something.
@@ -107,6 +111,13 @@ def export(
     entry = manifest.extra.get("model")
     if entry is None:
         raise CheckpointError(f"{ckpt}: only checkpoints of a CausalLMModule can be exported")
+    if ema:
+        names = {
+            f"{_MODEL}{name.removeprefix(_AVERAGE)}": name for name in manifest.tensors if name.startswith(_AVERAGE)
+        }
+        fix = "train with lit_fsdp.EMAWeights among trainer.callbacks, or drop --ema"
+        require(names, "--ema", f"{ckpt}, which has no averages", "a checkpoint from their first update on", fix)
+        manifest = replace(manifest, averages=names)
     has_adapter, given = bool(entry.get("adapter")), "a checkpoint without adapters"
     require(has_adapter or lora is None, f"--{lora}", given, "one of a run with model.lora", f"drop --{lora}")
     is_read = has_adapter and (check or lora == "merge")
@@ -235,12 +246,12 @@ def _texts(manifest: Manifest, plan: ExportPlan) -> dict[str, bytes]:
     texts = {"README.md": _model_card(manifest, plan).encode()}
     if plan.form == "adapter":
         revision = (plan.entry.get("base") or {}).get("revision")
-        return {**texts, "adapter_config.json": _json({**plan.entry["adapter"], "revision": revision})}
-    texts["config.json"] = _json(_model_config(manifest, plan.dtype))
+        return {**texts, "adapter_config.json": json_bytes({**plan.entry["adapter"], "revision": revision})}
+    texts["config.json"] = json_bytes(_model_config(manifest, plan.dtype))
     if len(plan.files) > 1:
         weight_map = {name: file for file, names in plan.files.items() for name in names}
         content = {"metadata": {"total_size": plan.num_bytes}, "weight_map": weight_map}
-        texts["model.safetensors.index.json"] = _json(content)
+        texts["model.safetensors.index.json"] = json_bytes(content)
     return texts
 
 
@@ -271,16 +282,13 @@ def _model_card(manifest: Manifest, plan: ExportPlan) -> str:
         "tags": ["lit_fsdp", *(["lora"] if plan.form != "model" else [])],
     }
     metrics = "".join(f"- {name}: {value:.6g}\n" for name, value in manifest.metrics.items() if value == value)
+    what = "the moving averages in the checkpoint" if manifest.averages else "the checkpoint"
     return (
         f"---\n{yaml.safe_dump(head, sort_keys=False)}---\n\n# {_KINDS[plan.form]} trained from "
-        f"{base or 'a local model'}\n\nWritten by lit_fsdp from the checkpoint of step {manifest.global_step}. What it "
+        f"{base or 'a local model'}\n\nWritten by lit_fsdp from {what} of step {manifest.global_step}. What it "
         "was trained for, on whose data, how it was evaluated and under which license it may be used is not known "
         f"here: add it.\n\n{metrics}"
     )
-
-
-def _json(content: object) -> bytes:
-    return json.dumps(content, indent=2, sort_keys=True).encode() + b"\n"
 
 
 def _write(draft: Path, manifest: Manifest, plan: ExportPlan, texts: dict[str, bytes]) -> None:

@@ -72,6 +72,8 @@ class Manifest:
     """The parts that make up each tensor."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """What the caller of the save added: ``model``, ``epoch``, ``engine`` and the like."""
+    averages: Mapping[str, str] = field(default_factory=dict)
+    """By name of a tensor the one to read in its place; not part of the file."""
 
     @property
     def num_bytes(self) -> int:
@@ -94,7 +96,7 @@ class Manifest:
     def dumps(self) -> bytes:
         """The text of ``manifest.json``."""
         document = {"format": FORMAT, "format_version": VERSION, **vars(self)}
-        del document["folder"]
+        del document["folder"], document["averages"]
         document["metrics"] = {name: v if math.isfinite(v) else str(v) for name, v in self.metrics.items()}
         return _sealed(document)
 

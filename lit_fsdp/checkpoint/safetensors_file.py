@@ -77,6 +77,7 @@ class TensorFile(HashedFile):
 
 def read_tensor(manifest: Manifest, name: str) -> torch.Tensor:
     """One whole tensor on the CPU, in memory of its own."""
+    name = manifest.averages.get(name, name)
     spec = manifest.tensors[name]
     whole = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
     for chunk in manifest.chunks[name]:

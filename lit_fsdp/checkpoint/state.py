@@ -9,20 +9,76 @@ from __future__ import annotations
 import base64
 import datetime
 import io
+import json
 import math
 import pathlib
 from collections import Counter, OrderedDict
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors import torch as safe
+from torch.distributed.tensor import DTensor
 
 from lit_fsdp.errors import CheckpointError
 
 _MALFORMED = (ValueError, TypeError, KeyError, AttributeError, RecursionError, RuntimeError, EOFError, SafetensorError)
+
+
+class Sharded(NamedTuple):
+    """Stands in a state for a DTensor that is saved beside the model's."""
+
+    name: str
+    dims: list[int | None]
+    """By mesh axis, which dimension was split over it; None: each rank had all."""
+
+
+def without_sharded(state: Any) -> tuple[Any, dict[str, DTensor]]:
+    """``state`` with a :class:`Sharded` in place of each DTensor, and these by the name to save them under."""
+    found: dict[str, DTensor] = {}
+
+    def take(tensor: DTensor, path: tuple[Any, ...]) -> Sharded:
+        if any(place.is_partial() for place in tensor.placements):
+            raise CheckpointError(f"{'.'.join(map(str, path))}: cannot save sums that no rank has whole; redistribute")
+        name = "/".join(("state", *map(str, path)))
+        while name in found:  # of the keys 1 and "1"
+            name += "'"
+        found[name] = tensor
+        return Sharded(name, [getattr(place, "dim", None) for place in tensor.placements])
+
+    return _replaced(state, DTensor, take, ()), found
+
+
+def with_sharded(state: Any, tensor_of: Callable[[Sharded], torch.Tensor]) -> Any:
+    """``state`` with a tensor in place of each :class:`Sharded`."""
+    return _replaced(state, Sharded, lambda sharded, path: tensor_of(sharded), ())
+
+
+def _replaced(value: Any, kind: type, make: Callable[[Any, tuple[Any, ...]], Any], path: tuple[Any, ...]) -> Any:
+    if isinstance(value, kind):
+        return make(value, path)
+    if type(value) in (dict, OrderedDict):
+        return type(value)((key, _replaced(item, kind, make, (*path, key))) for key, item in value.items())
+    if type(value) in (list, tuple):
+        return type(value)(_replaced(item, kind, make, (*path, index)) for index, item in enumerate(value))
+    return value
+
+
+def parts(encoded: Mapping[str, Any]) -> dict[tuple[str, ...], Any]:
+    """What of an encoded state of Lightning has an owner of its own, by path: each callback's, and each other key's."""
+    callbacks = {("callbacks", key): value for key, value in encoded.get("callbacks", {}).items()}
+    return callbacks | {(key,): value for key, value in encoded.items() if key != "callbacks"}
+
+
+def leaves(value: Any, path: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+    """The name and JSON of everything in an encoded state that is no dict of names."""
+    if isinstance(value, dict) and value and not next(iter(value)).startswith("$"):
+        for key, item in value.items():
+            yield from leaves(item, (*path, key))
+    else:
+        yield ".".join(path), json.dumps(value, sort_keys=True)
 
 
 def encode(state: Any) -> Any:
@@ -122,6 +178,7 @@ _TYPES: dict[type, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
     torch.Size: ("size", list, torch.Size),
     torch.dtype: ("dtype", str, {str(t): t for t in vars(torch).values() if isinstance(t, torch.dtype)}.__getitem__),
     torch.device: ("device", str, torch.device),
+    Sharded: ("sharded", list, lambda v: Sharded(*v)),
     torch.Tensor: ("tensor", _tensor_bytes, lambda data: safe.load(data)[""]),
     np.ndarray: ("numpy", _array_bytes, _array),
     np.generic: ("numpy_scalar", _array_bytes, lambda data: _array(data)[()]),

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from lit_fsdp.checkpoint import files as disk
 from lit_fsdp.checkpoint import state as state_json
-from lit_fsdp.checkpoint.manifest import Layout, Manifest, checked_extra, read_manifest
+from lit_fsdp.checkpoint.manifest import Layout, Manifest, TensorSpec, checked_extra, read_manifest
 from lit_fsdp.checkpoint.ranks import Ranks, reason
 from lit_fsdp.checkpoint.safetensors_file import read_tensor, spec_of
 from lit_fsdp.checkpoint.storage import (
@@ -90,15 +90,55 @@ def save_checkpoint(
         parts, chunks = parts_of(tensors, layout, ranks.is_first)
         return Snapshot(folder=folder, layout=layout, specs=specs, tensors=parts, chunks=chunks, **own)
 
-    what = f"checking what to save at {folder}"
-    snapshot = ranks.own(what, take)
-    held = repr((str(folder), layout, sorted(snapshot.specs.items())))
-    if len(set(ranks.run(what, hashlib.sha256(held.encode()).digest))) > 1:
-        raise CheckpointError(f"{folder}: the ranks do not hold the same tensor names, shapes and dtypes to save")
+    snapshot = ranks.own(f"checking what to save at {folder}", take)
+    check_alike(folder, snapshot.specs, layout)
     if background is None:
         _write(snapshot, ranks)
     else:
         background.begin(snapshot, ranks)
+
+
+def check_alike(folder: Path, specs: Mapping[str, TensorSpec], layout: Layout) -> None:
+    """Raise CheckpointError on every rank unless all hold tensors of the same names, shapes and dtypes; collective."""
+    ranks, what = Ranks(), f"checking what to save at {folder}"
+    if len(set(ranks.run(what, lambda: _digest((str(folder), layout, sorted(specs.items())))))) > 1:
+        held = ranks.run(what, lambda: set(specs.items()))
+        names = ", ".join(sorted({name for one in held for name, _ in one ^ held[0]})[:5])
+        raise CheckpointError(
+            f"{folder}: the ranks do not hold the same tensor names, shapes and dtypes to save: {names}"
+        )
+
+
+def own_parts(state: Any) -> tuple[dict[str, bool], bytes]:
+    """What of ``state`` differs between ranks, with whether it is a tensor, and this rank's part of it; collective.
+
+    The bytes, JSON, are as many on every rank, and none where all are alike. Of a callback that gives no state on a
+    rank, as where rank 0 alone saves, that is no difference.
+    """
+    ranks, what = Ranks(), "comparing the states of the ranks"
+    parts = ranks.own(what, lambda: state_json.parts(state_json.encode(state)))
+    texts = {path: sorted(state_json.leaves(value, path)) for path, value in parts.items()}
+    if len(set(ranks.run(what, lambda: _digest(sorted(texts.items()))))) == 1:
+        return {}, b""
+    hashes = {
+        path: {name: (_digest(text), '"$tensor"' in text or '"$numpy"' in text) for name, text in found}
+        for path, found in texts.items()
+    }
+    differs: dict[str, bool] = {}
+    own: dict[str, Any] = {}
+    everyone = ranks.run(what, lambda: hashes)
+    for path in sorted({path for one in everyone for path in one}):
+        held = [one[path] for one in everyone if path in one] + [everyone[0].get(path, {})]
+        unlike = {name for one in held for name in one if len({other.get(name) for other in held}) > 1}
+        differs |= {name: any(one[name][1] for one in held if name in one) for name in sorted(unlike)}
+        if unlike and path in parts:
+            (own if len(path) == 1 else own.setdefault(path[0], {}))[path[-1]] = parts[path]
+    content = json.dumps(own).encode()
+    return differs, content.ljust(max(ranks.run(what, lambda: len(content))))
+
+
+def _digest(value: object) -> bytes:
+    return hashlib.sha256(repr(value).encode()).digest()
 
 
 class BackgroundSaver:

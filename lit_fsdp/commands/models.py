@@ -27,6 +27,8 @@ def run_export(argv: Sequence[str]) -> int:
     of_lora.add_argument("--merge", action="store_true", help="of a run with model.lora: a whole model")
     parser.add_argument("--base", help="where the base of adapters is now; default: where it was trained from")
     parser.add_argument("--trust_remote_code", action="store_true", help="run Python code that comes with that base")
+    text = "the moving averages that lit_fsdp.EMAWeights has kept, in place of the weights that they are of"
+    parser.add_argument("--ema", action="store_true", help=text)
     text = "also upload it with its model card to this repository of the Hugging Face hub, made if it is not there"
     parser.add_argument("--push-to-hub", metavar="NAME", help=text)
     parser.add_argument("--private", action="store_true", help="make that repository a private one")
@@ -49,6 +51,7 @@ def run_export(argv: Sequence[str]) -> int:
         check=find_export_differences if options.verify else None,
         base=options.base,
         trust_remote_code=options.trust_remote_code,
+        ema=options.ema,
     )
     checked = "; verified: loaded again, keys, tensors and logits are equal" if options.verify else ""
     print(f"{options.out}: {len(plan.specs)} tensors in {plan.dtype}, {size_words(plan.num_bytes)}{checked}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from lit_fsdp.errors import require
@@ -67,6 +67,8 @@ class SourceConfig:
     """Our column: the source's column, e.g. {messages: chat}; default: data.columns."""
     turns: TurnsConfig | None = None
     """Keys and roles of this source's turns; default: data.turns."""
+    name: str | None = None
+    """Set of validation or test rows with metrics of its own beside those of all; all sources have one or none."""
 
     def __post_init__(self) -> None:
         fits = self.weight is None or 0 < self.weight < float("inf")
@@ -78,16 +80,38 @@ class SourceConfig:
 
 Sources = str | list[str | SourceConfig]
 """What ``data.train`` may hold."""
+Sets = dict[str, str | SourceConfig | list[str | SourceConfig]]
+"""What ``data.val`` and ``data.test`` may hold beside that: sources by the name of their set."""
 
 
-def check_sources(split: str, sources: Sources | None) -> list[SourceConfig]:
+def check_sources(split: str, sources: Sources | Sets | None) -> list[SourceConfig]:
     """Check and return the entries of one split, names alone as entries of their own."""
+    if isinstance(sources, dict):
+        wrong = next((key for key in sources if key in {field.name for field in fields(SourceConfig)}), None)
+        fix = f"write {split}: [{{source: FILE, ...}}] for one source, or other names"
+        require(wrong is None, f"{split}.{wrong}", sources, "names of sets, and none that is a key of a source", fix)
+        parts = {name: part if isinstance(part, list) else [part] for name, part in sources.items()}
+        empty = next((name for name, part in parts.items() if not part), None)
+        require(empty is None, f"{split}.{empty}", "[]", "at least one source", "drop the set")
+        sets = {name: check_sources(split, [_entry(one) for one in part]) for name, part in parts.items()}
+        return [replace(entry, name=name) for name, part in sets.items() for entry in part]
     entries = [sources] if isinstance(sources, str) else sources or []
-    found = [SourceConfig(source=entry) if isinstance(entry, str) else entry for entry in entries]
+    found = [_entry(entry) for entry in entries]
+    fits = len({entry.name is None for entry in found}) <= 1
+    require(fits, split, "names for some of its sources", "a name for every source, or for none")
     weighted = sum(entry.weight is not None for entry in found)
     given = f"weights for {weighted} of {len(found)} sources"
     require(weighted in (0, len(found)), split, given, "a weight for every source of the mix, or for none")
     return found
+
+
+def _entry(given: str | SourceConfig | dict[str, Any]) -> SourceConfig:
+    if isinstance(given, SourceConfig):
+        return given
+    if isinstance(given, str):
+        return SourceConfig(source=given)
+    turns = given.get("turns")  # which jsonargparse leaves a mapping, as it does the entries of a set
+    return SourceConfig(**{**given, "turns": TurnsConfig(**turns) if isinstance(turns, dict) else turns})
 
 
 DEFAULT_BATCH = 16
@@ -101,15 +125,16 @@ class DataConfig:
     A source is a JSONL, JSON, text, CSV, TSV, Parquet or Arrow file (also as .gz), a glob, a folder of such files
     (``folder:split``, split by file name) or one that ``datasets`` saved, a ``datasets`` name (``name:split``,
     ``name:configuration:split``), or ``generated:N`` for N generated chat rows. A mix is a list of sources; an entry
-    may be a mapping ``{source, weight, format, columns, turns, revision}``.
+    may be a mapping ``{source, weight, format, columns, turns, revision}``. Sets of val and test that have names
+    (``{easy: a.jsonl, hard: b.jsonl}``) get metrics of their own too: ``val_loss/easy`` beside ``val_loss``.
     """
 
     train: Sources | None = None
     """Source or sources of the training rows."""
-    val: Sources | None = None
-    """Source or sources of the validation rows."""
-    test: Sources | None = None
-    """Source or sources of the test rows."""
+    val: Sources | Sets | None = None
+    """Source or sources of the validation rows, or a mapping of them by name, for metrics of each."""
+    test: Sources | Sets | None = None
+    """Source or sources of the test rows, or a mapping of them by name, for metrics of each."""
     predict: Sources | None = None
     """Source or sources of the rows that predict scores."""
     val_split: int | float | None = None
@@ -173,6 +198,8 @@ class DataConfig:
             entries = check_sources(split, getattr(self, split))
             fits = split == "train" or not any(entry.weight for entry in entries)
             require(fits, split, "a source with a weight", "none: every row counts once")
+            named = split not in ("val", "test") and any(entry.name for entry in entries)
+            require(not named, split, "a source with a name", "none: sets of data.val and data.test have one")
         SourceConfig(source="any", columns=self.columns)  # where columns are checked
         share = self.val_split
         if share is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -90,6 +91,9 @@ class LossConfig:
         require(fits, "chunk_tokens", f"{chunk} with backend {backend}", ">= 1, with backend: chunked")
 
 
+_OF_PEFT = ("r", "target_modules", "use_dora", "use_rslora", "modules_to_save")  # named there as here
+
+
 @dataclass(frozen=True, kw_only=True)
 class LoraConfig:
     """The ``model.lora`` section: the base model is frozen, and ``B @ A * alpha / r`` is trained beside its layers."""
@@ -100,14 +104,18 @@ class LoraConfig:
     """The product of the two factors is scaled by alpha / r (by alpha / sqrt(r) with use_rslora)."""
     dropout: float = 0.0
     """Share of a layer's inputs dropped before its adapter, 0 to 1."""
-    target_modules: list[str] | Literal["all-linear"] | None = None
-    """Names of layers (their ends: q_proj), all-linear (without head and fused experts), or null: peft's choice."""
+    target_modules: list[str] | str | None = None
+    """Names of layers (their ends: q_proj), all-linear (without head and fused experts), a regular expression that
+    fits whole names, or null: peft's choice."""
     use_dora: bool = False
     """Learn the length of each weight vector apart from its direction (DoRA)."""
     use_rslora: bool = False
     """Scale by alpha / sqrt(r), which keeps large ranks stable."""
     modules_to_save: list[str] | None = None
     """Names of modules trained whole beside the adapters and kept with them, e.g. [lm_head]."""
+    peft_args: dict[str, Any] | None = None
+    """Further arguments of peft.LoraConfig: layers_to_transform, layers_pattern, exclude_modules, rank_pattern,
+    alpha_pattern."""
     quantize: Literal["nf4"] | None = None
     """nf4: keep the linear layers of the base, but the head, in 4 bits (QLoRA)."""
     double_quantization: bool = False
@@ -119,6 +127,15 @@ class LoraConfig:
         require(0 <= self.dropout < 1, "dropout", self.dropout, "0 <= dropout < 1")
         for field in ("target_modules", "modules_to_save"):
             require(getattr(self, field) != [], field, "[]", "at least one name, or null", f"drop {field}")
+        if isinstance(self.target_modules, str):
+            try:
+                re.compile(self.target_modules)
+            except re.error as error:
+                given, allowed = f"{self.target_modules!r} ({error})", "names, all-linear, or a regular expression"
+                raise ConfigError("target_modules", given, allowed) from error
+        for ours, theirs in (("alpha", "lora_alpha"), ("dropout", "lora_dropout"), *((f, f) for f in _OF_PEFT)):
+            fix = f"write model.lora.{ours}"
+            require(theirs not in (self.peft_args or {}), f"peft_args.{theirs}", "a field of model.lora", ours, fix)
         is_used = self.quantize or not self.double_quantization
         require(is_used, "double_quantization", "true without quantize", "quantize: nf4", "add quantize: nf4")
         given = "true with quantize: DoRA needs whole weights in every forward"
@@ -134,6 +151,10 @@ class LoraConfig:
             before = saved.get("lora_alpha" if name == "alpha" else name, now)
             allowed = f"{before}, as in {manifest.folder}: it is a part of the model"
             require(now == before, f"model.lora.{name}", now, allowed, f"set {name}: {before}, or begin a new run")
+        for name in ("rank_pattern", "alpha_pattern"):
+            now, before = (self.peft_args or {}).get(name) or {}, saved.get(name) or {}
+            allowed = f"{before}, as in {manifest.folder}: it is a part of the model"
+            require(now == before, f"model.lora.peft_args.{name}", now, allowed, "set it so, or begin a new run")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,13 +11,14 @@ import difflib
 import functools
 import importlib
 import importlib.util
+import json
 import os
 import re
 import sys
 import types
 import typing
 from argparse import ArgumentError
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, Union
@@ -83,41 +84,52 @@ _RecipeLoader.add_implicit_resolver("tag:yaml.org,2002:int", _INT, list("-+01234
 _RecipeLoader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
 
 
-def load_yaml(text: str, own_model: bool = True) -> Any:
-    """YAML as data; a section that names our own class by ``class_path`` becomes its short form.
-
-    Of an ``own_model``, ``class_path`` and ``init_args`` of ``model.optim`` name the optimizer.
-    """
+def load_yaml(text: str) -> Any:
+    """YAML as data."""
     values = yaml.load(text, _RecipeLoader)  # noqa: S506 (a SafeLoader)
-    if isinstance(values, dict):
-        for name, path in OWN_CLASSES.items():
-            given = values.get(name)
-            if isinstance(given, dict) and given.get("class_path") == path:
-                values[name] = given.get("init_args") or {}
-        trainer: Any = values.get("trainer")
-        if isinstance(trainer, dict) and trainer.get("strategy") == FACTORY:
-            trainer["strategy"] = {"class_path": FACTORY}
-        model: Any = values.get("model")
-        model = model.get("init_args", model) if isinstance(model, dict) else {}
-        optim = model.get("optim") if own_model and isinstance(model, dict) else None
-        for ours, theirs in (("optimizer", "class_path"), ("optimizer_args", "init_args")):
-            if isinstance(optim, dict) and theirs in optim:
-                optim[ours] = optim.pop(theirs)
+    trainer: Any = values.get("trainer") if isinstance(values, dict) else None
+    if isinstance(trainer, dict) and trainer.get("strategy") == FACTORY:
+        trainer["strategy"] = {"class_path": FACTORY}
     return values
 
 
 def use_loader(own_model: bool = True, change: Callable[[Any], Any] = lambda values: values) -> None:
-    """Make jsonargparse read YAML with :func:`load_yaml`, and ``change`` what it has read."""
-    exceptions = (yaml.YAMLError, ValueError)
-    jsonargparse.set_loader("yaml", lambda text: change(load_yaml(text, own_model)), exceptions=exceptions)
+    """Make jsonargparse read YAML with :func:`load_yaml`, and ``change`` what it has read.
+
+    Of an ``own_model``, ``class_path`` and ``init_args`` of ``model.optim`` name the optimizer.
+    """
+
+    def load(text: str) -> Any:
+        values = change(load_yaml(text))
+        model = values.get("model") if own_model and isinstance(values, dict) else None
+        return {**values, "model": _own_optim(model)} if isinstance(model, dict) else values
+
+    jsonargparse.set_loader("yaml", load, exceptions=(yaml.YAMLError, ValueError))
 
 
-def _flat(values: Any) -> Any:
-    """A recipe in which the arguments of :data:`PREFERENCE` stand beside its ``class_path``."""
-    model = values.get("model") if isinstance(values, dict) else None
-    if isinstance(model, dict) and "init_args" in model:
-        return {**values, "model": {"class_path": PREFERENCE, **(model["init_args"] or {})}}
-    return values
+def _arguments(path: str) -> list[str]:
+    """The names of what a class of ours for ``model`` or ``data`` takes, none for another."""
+    classes = {PREFERENCE: PreferenceModelConfig} | {OWN_CLASSES[name]: cls for name, cls in _OWN.items()}
+    return [field.name for field in dataclasses.fields(classes[path])] if path in classes else []
+
+
+def _own_optim(model: dict[str, Any]) -> dict[str, Any]:
+    optim, words = model.get("optim"), {"class_path": "optimizer", "init_args": "optimizer_args"}
+    return model | {"optim": {words.get(k, k): v for k, v in optim.items()}} if isinstance(optim, dict) else model
+
+
+def _short(section: Any) -> tuple[str | None, Any]:
+    """The class that a section names, if it does, and its arguments: beside ``class_path`` or in ``init_args``."""
+    if isinstance(section, str):
+        return section, {}
+    if not isinstance(section, dict):
+        return None, section
+    path, inner = section.get("class_path", ""), section.get("init_args") or {}
+    if not isinstance(path, str) or not isinstance(inner, dict):
+        return None, section
+    return path or None, {
+        key: value for key, value in section.items() if key not in ("class_path", "init_args")
+    } | inner
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -163,19 +175,17 @@ class CommandLine:
     print_config: bool = False
 
     @property
-    def foreign(self) -> dict[str, str]:
-        """Those of model, data and trainer.strategy for which somebody else's class is named, and that class."""
-        named = [(name, content.get(name)) for content in self.contents for name in OWN_CLASSES]
+    def classes(self) -> dict[str, str]:
+        """Those of model, data and trainer.strategy for which a class is named, and the one that is named last."""
+        named = [(name, _short(content.get(name))[0]) for content in self.contents for name in OWN_CLASSES]
         trainers = [content.get("trainer") for content in self.contents]
-        named += [("trainer.strategy", trainer.get("strategy")) for trainer in trainers if isinstance(trainer, dict)]
-        for i, word in enumerate(self.words):
-            flag, _, value = word.removeprefix("--").partition("=")
-            name = flag.removesuffix(".class_path")
-            if word.startswith("--") and name in (*OWN_CLASSES, "trainer.strategy"):
-                value = value or (self.words[i + 1] if i + 1 < len(self.words) else "")
-                named.append((name, value if not value.startswith("{") else load_yaml(value)))
-        paths = ((name, given.get("class_path") if isinstance(given, dict) else given) for name, given in named)
-        return {name: str(path) for name, path in paths if path and path != FACTORY}
+        named += [("trainer.strategy", _short(one.get("strategy"))[0]) for one in trainers if isinstance(one, dict)]
+        return {str(name): path for name, path in (*named, *(found[:2] for found in self._sections())) if path}
+
+    @property
+    def foreign(self) -> dict[str, str]:
+        """Of :attr:`classes` those that are not what the short form stands for."""
+        return {name: path for name, path in self.classes.items() if path not in (FACTORY, OWN_CLASSES.get(name))}
 
     @property
     def kinds(self) -> tuple[frozenset[str], bool]:
@@ -183,6 +193,68 @@ class CommandLine:
         foreign = self.foreign
         takes_pairs = foreign.get("model") == PREFERENCE
         return frozenset(foreign.keys() - ({"model"} if takes_pairs else ())), takes_pairs
+
+    def short_words(self, own_model: bool = True, names: Sequence[str] = tuple(OWN_CLASSES)) -> list[str]:
+        """The words with the sections ``names`` as short forms, whose classes are those of :attr:`classes`."""
+        found = self._sections(own_model)
+        words = [word for name, _, given, short in found for word in (short if name in names else given)]
+        if own_model:
+            words = [re.sub(r"^--model\.optim\.class_path\b", "--model.optim.optimizer", word) for word in words]
+            words = [re.sub(r"^--model\.optim\.init_args\b", "--model.optim.optimizer_args", word) for word in words]
+        return words
+
+    def in_short(
+        self,
+        values: Any,
+        names: Iterable[str] = tuple(OWN_CLASSES),
+        taken_by: Callable[[str], Iterable[str] | None] = lambda path: None,
+    ) -> Any:
+        """The content of a file with the sections ``names`` as short forms of the class that is named last.
+
+        What is of another class, one that this file names or ours, and not taken by that one, is left out and said.
+        ``taken_by`` gives the arguments of a class that is not ours, where they can be known.
+        """
+        for name in names if isinstance(values, dict) else ():
+            named, args = _short(values.get(name))
+            path = self.foreign.get(name, OWN_CLASSES[name])
+            if isinstance(args, dict) and named != path:
+                theirs = args if named else _arguments(OWN_CLASSES[name])
+                taken = _arguments(path) or taken_by(path) or args
+                extra = [key for key in args if key in theirs and key not in taken]
+                args = {key: value for key, value in args.items() if key not in extra}
+                if extra and is_first_process():
+                    say_once(f"{name}: {path} takes no {', '.join(extra)}; left out")
+            if isinstance(args, dict) and "dict_kwargs" in args:
+                rest = {key: value for key, value in args.items() if key != "dict_kwargs"}
+                args = {"class_path": path, "init_args": rest, "dict_kwargs": args["dict_kwargs"]}
+            values = {**values, name: args} if name in values else values
+        return values
+
+    def _sections(self, own_model: bool = False) -> Iterator[tuple[str, str | None, list[str], list[str]]]:
+        """Flag by flag: the section it is about, the class it names, its words, and those in the short form."""
+        words = list(self.words)
+        while words:
+            given = [words.pop(0)]
+            flag, equals, value = given[0].partition("=")
+            found = re.fullmatch(r"--(model|data|trainer\.strategy)(?:\.(class_path|init_args))?(\..+)?", flag)
+            section, form, rest = found.groups() if found else ("", None, None)
+            if rest or not found:
+                yield section, None, given, [f"--{section}{rest}{equals}{value}"] if form == "init_args" else given
+                continue
+            if not equals and words:
+                given.append(words.pop(0))
+            try:
+                read = load_yaml(given[-1] if given[1:] else value)
+            except (yaml.YAMLError, ValueError):
+                read = None  # which the parser refuses
+            path, args = _short({form: read} if form else read)
+            args = _own_optim(args) if own_model and section == "model" and isinstance(args, dict) else args
+            long = [f"--{section}.class_path={path}"] if path else []
+            long += [f"--{section}.init_args={json.dumps(args)}"] if args else []
+            if section == "trainer.strategy" and path in (None, FACTORY):
+                given = long or given
+            short = [f"--{section}={json.dumps(args)}"] if args else []
+            yield section, path, given, short if path or args else given
 
 
 def read_command_line(argv: Sequence[str]) -> CommandLine:
@@ -204,11 +276,7 @@ def read_command_line(argv: Sequence[str]) -> CommandLine:
         elif word in ("--verbose", "--debug", "--print_config"):
             setattr(line, word.removeprefix("--"), True)
         else:
-            if word == "--model" and words[:1] == [PREFERENCE]:
-                word = "--model.class_path"
-            word = word.replace(f"--model={PREFERENCE}", f"--model.class_path={PREFERENCE}")
-            word = word.replace("--model.optim.class_path", "--model.optim.optimizer", 1)
-            flags.append(word.replace("--model.optim.init_args", "--model.optim.optimizer_args", 1))
+            flags.append(word)
             if word.startswith("--"):
                 remember(value if equals else words[0] if words else None, name)
     line.words = [f"--config={path}" for path in line.files] + flags
@@ -231,7 +299,7 @@ def lightning_keys() -> list[str]:
 
 def recipe_parser(foreign: Iterable[str] = (), takes_pairs: bool = False) -> ArgumentParser:
     """Build the parser of a recipe; sections in ``foreign`` may hold anything, ``model`` those of preferences."""
-    use_loader("model" not in foreign, _flat if takes_pairs else lambda values: values)
+    use_loader("model" not in foreign)
     return _recipe_parser(frozenset(foreign), takes_pairs)
 
 
@@ -254,11 +322,9 @@ def _recipe_parser(foreign: frozenset[str], takes_pairs: bool) -> ArgumentParser
         parser.add_argument("--trainer.strategy.class_path", type=str, default=FACTORY)
         parser.add_class_arguments(StrategyConfig, STRATEGY)
     model = {"model": PreferenceModelConfig} if takes_pairs else {}
-    if takes_pairs:
-        parser.add_argument("--model.class_path", type=str, default=PREFERENCE)
     for name, cls in (_OWN | model | SECTIONS).items():
         if name in foreign:
-            parser.add_argument(f"--{name}", type=_ANYTHING)
+            parser.add_argument(f"--{name}", type=dict | _ANYTHING, default={})
         else:
             parser.add_class_arguments(cls, name)
     return parser
@@ -308,7 +374,7 @@ def parser_error(message: str, known: Iterable[str]) -> ConfigError:
         if Path(name).suffix in (".yaml", ".yml"):
             fix = f"write --config {name}"
         if full.startswith("model.preference") and "model.preference" not in every:
-            fix = f"set model.class_path: {PREFERENCE}, and the section as its init_args"
+            fix = f"set model.class_path: {PREFERENCE}"
         names = ", ".join(one.rpartition(".")[2] for one in beside)
         return ConfigError(full, "a key that does not exist", f"one of {names}", fix)
     rule = re.search(r"- (\w+): got (.*)\n\s*allowed: (.*)(?:\n\s*fix: *(.*))?", message)
@@ -433,10 +499,10 @@ def load_recipe(argv: Sequence[str], verb: str, also: Sequence[str] = ()) -> Loa
     line = read_command_line(argv)
     require(not line.print_config, "--print_config", "with this verb", "fit", "lit-fsdp fit ... --print_config")
     foreign, takes_pairs = line.kinds
-    parsed = parse(recipe_parser(foreign, takes_pairs), line.words, also)
+    parser = recipe_parser(foreign, takes_pairs)
+    use_loader("model" not in foreign, line.in_short)
+    parsed = parse(parser, line.short_words("model" not in foreign), also)
     parsed.pop("config", None)
-    if takes_pairs:
-        parsed.model.pop("class_path")
     model, data = (None if name in foreign else parsed[name] for name in OWN_CLASSES)
     strategy = None if "trainer.strategy" in foreign else parsed[STRATEGY]
     complete(parsed, line, model, data, strategy)
@@ -454,8 +520,9 @@ def load_recipe(argv: Sequence[str], verb: str, also: Sequence[str] = ()) -> Loa
     for rule in RULES:
         rule(run)
     values = _plain(parsed)
-    if takes_pairs:
-        values["model"] = {"class_path": PREFERENCE, "init_args": values["model"]}
+    for name, path in line.foreign.items():
+        if name in OWN_CLASSES:
+            values[name] = {"class_path": path, "init_args": values[name]}
     values["trainer"] = {key: value for key, value in values["trainer"].items() if value is not None}
     return LoadedRecipe(run, values, line.files)
 
@@ -502,8 +569,8 @@ def complete(
 
 def _keep_later(data: Namespace, line: CommandLine, *names: str) -> None:
     """Of options of ``data`` that stand for each other the one given later holds, a flag over a file."""
-    given = [set(content.get("data") or ()) for content in line.contents if isinstance(content.get("data"), dict)]
-    given += [{word.removeprefix("--data.").partition("=")[0]} for word in line.words if word.startswith("--data.")]
+    given = [set(_short(content.get("data"))[1] or ()) for content in line.contents]
+    given += [{word.removeprefix("--data.").partition("=")[0]} for word in line.short_words() if word[:7] == "--data."]
     last: set[str] = next((found for keys in reversed(given) if (found := keys.intersection(names))), set())
     for name in set(names) - last if len(last) == 1 and all(data[name] is not None for name in names) else ():
         data[name] = None

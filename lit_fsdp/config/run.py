@@ -5,6 +5,7 @@ They are checked before any process starts and before torch is imported.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -270,10 +271,12 @@ def _fused_loss_has_a_gpu(run: RunConfig) -> None:
     if run.model.loss.backend != "liger" or run.verb != "fit":
         return
     lora = run.model.lora
-    adapted = [name for names in (lora and (lora.target_modules, lora.modules_to_save)) or () for name in names or ()]
+    targets = (lora and lora.target_modules) or []
+    has_head = bool(re.fullmatch(targets, "lm_head")) if isinstance(targets, str) else "lm_head" in targets
+    has_head |= "lm_head" in ((lora and lora.modules_to_save) or [])
     problem = (
         "trainer.accelerator cpu" if run.trainer["accelerator"] == "cpu"
-        else "adapters on the head" if "lm_head" in adapted
+        else "adapters on the head" if has_head
         else None
     )  # fmt: skip
     given, fix = f"liger with {problem}", "set model.loss.backend: chunked"
@@ -284,10 +287,6 @@ def _optimizer_has_its_engine(run: RunConfig) -> None:
     path, engine = run.model.optim.optimizer, run.strategy.engine
     if run.foreign & {"model", "trainer.strategy"}:
         return
-    if path.startswith("torchao.optim."):
-        allowed = "AdamW8bit | Adam8bit of torchao.optim, whose state a checkpoint can hold"
-        fits = path.rpartition(".")[2] in ("AdamW8bit", "Adam8bit")
-        require(fits, "model.optim.class_path", path, allowed, "write torchao.optim.AdamW8bit")
     check_optimizer(path, engine, f"{STRATEGY}.engine")
 
 

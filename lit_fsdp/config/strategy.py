@@ -299,16 +299,33 @@ _NEEDS = {
     "Adafactor": ("ddp | single", "it takes means over rows and columns of whole matrices"),
     "torchao.": ("fsdp2 | ddp | single", "fsdp1 cannot gather its 8-bit blocks for a checkpoint"),
     "Muon": ("fsdp2 | ddp | single", "it needs whole matrices, of which fsdp1 gives flat parts"),
+    "bitsandbytes.": (
+        "none",
+        "no checkpoint holds its state; torchao.optim.AdamW8bit works with fsdp2, ddp and single",
+    ),
+    "Rprop": ("fsdp1 | ddp | single", "it writes to gradients by a mask, which torch does not do on shards"),
+    "LBFGS": ("none", "it computes the loss several times per step"),
+    "SparseAdam": ("none", "it takes sparse gradients alone"),
 }
 """By a word in its path: the engines that an optimizer needs, and why."""
+_KNOWN = ("torch", "torchao", "transformers", "bitsandbytes", "lit_fsdp")
+OTHER_OPTIMIZER = "write torch.optim.AdamW, which works with every engine"
 
 
 def check_optimizer(path: str, engine: str, field: str) -> None:
-    """Refuse an optimizer, by the path of its class, that would compute something else of the shards of an engine."""
-    for word, (engines, why) in _NEEDS.items():
+    """Refuse an optimizer, by the path of its class, that fails on an engine or computes something else of its shards.
+
+    Of other packages nobody knows what their classes do: :mod:`lit_fsdp.parallel.trial` tries them.
+    """
+    if path.startswith("torchao.optim."):
+        allowed = "AdamW8bit | Adam8bit of torchao.optim, whose state a checkpoint can hold"
+        fits = path.rpartition(".")[2] in ("AdamW8bit", "Adam8bit")
+        require(fits, "model.optim.class_path", path, allowed, "write torchao.optim.AdamW8bit")
+    for word, (engines, why) in _NEEDS.items() if path.partition(".")[0] in _KNOWN else ():
         if word in path:
             fits = engine in engines.split(" | ")
-            require(fits, "model.optim.class_path", f"{path} with {field}: {engine}", f"{engines}: {why}")
+            given, allowed = f"{path} with {field}: {engine}", f"{engines}: {why}"
+            require(fits, "model.optim.class_path", given, allowed, OTHER_OPTIMIZER)
             return
 
 

@@ -35,12 +35,14 @@ class Samples:
     row_ids: np.ndarray
     offsets: np.ndarray
     groups: tuple[int, ...]
-    """Items per source of a weighted mix, in the order of the items; else all of them as one group."""
+    """Items per source of a weighted mix or of named sets, in the order of the items; else of all as one group."""
     weights: tuple[float, ...] = ()
     """Weight of each group; none: every item once per epoch."""
     capacity: int | None = None
     """Tokens per pack; ``None`` without packing."""
     pairs: bool = False
+    sets: tuple[str, ...] = ()
+    """Name of the set that each group is of; none without named sets."""
 
     @cached_property
     def order_fingerprint(self) -> str:
@@ -84,16 +86,18 @@ def holds_pairs(formats: Sequence[str], name: str, config: DataConfig) -> bool:
 
 def plan_items(rows: TokenizedRows, split: str, config: DataConfig) -> Samples:
     """Items of a split that is tokenized; predict has no packs, as each of its rows gets scores of its own."""
-    entries = check_sources(split, config.train) if split == "train" and not config.streaming else []
+    entries = check_sources(split, getattr(config, split)) if split != "train" or not config.streaming else []
     weights = tuple(entry.weight for entry in entries if entry.weight is not None)
+    sets = tuple(entry.name for entry in entries if entry.name is not None)
     capacity = config.max_seq_length if config.packing and split != "predict" else None
     sources = rows.meta["sources"]
     pairs = holds_pairs([source["format"] for source in sources], f"data.{split}", config)
     kept = np.ones(len(rows), dtype=bool)
     if config.val_split is not None and split in ("train", "val"):
         kept = _held_out(rows, config.val_split) == (split == "val")
-    # a pack of a mix has rows of one source
-    borders = np.cumsum([0, *(source["rows"] for source in sources)]) if weights else np.array([0, len(rows)])
+    # a pack of a mix, or of a set, has rows of one source
+    is_apart = weights or sets
+    borders = np.cumsum([0, *(source["rows"] for source in sources)]) if is_apart else np.array([0, len(rows)])
     ids: list[np.ndarray] = []
     offsets, groups = [np.zeros(1, dtype=np.int64)], []
     for start, end in pairwise(borders.tolist()):
@@ -109,7 +113,10 @@ def plan_items(rows: TokenizedRows, split: str, config: DataConfig) -> Samples:
     is_read = not weights or (all(groups) and all(apportion(sum(groups), weights)))
     given = f"weights {weights} for sources of {groups} samples"
     require(is_read, "data.train", given, "at least one sample of each source in every epoch")
-    return Samples(rows, np.concatenate(ids), np.concatenate(offsets), tuple(groups), weights, capacity, pairs)
+    for name, size in zip(sets, groups, strict=False):
+        if not size:
+            raise DataError(f"data.{split}.{name}: no token of any row of one of its sources is supervised")
+    return Samples(rows, np.concatenate(ids), np.concatenate(offsets), tuple(groups), weights, capacity, pairs, sets)
 
 
 def _held_out(rows: TokenizedRows, val_split: float) -> np.ndarray:
@@ -174,7 +181,10 @@ def _described(split: Samples) -> dict[str, Any]:
     quantiles = np.percentile(lengths, (0, 50, 95, 100)).round().astype(int).tolist()
     return {
         "from": meta.get("seen", str(split.rows.folder)),
-        **{name: meta[name] for name in ("sources", "rows_read", "dropped", "truncated", "unwritten")},
+        "sources": [s | {"set": name} for s, name in zip(meta["sources"], split.sets, strict=True)]
+        if split.sets
+        else meta["sources"],
+        **{name: meta[name] for name in ("rows_read", "dropped", "truncated", "unwritten")},
         "samples": len(lengths),
         "tokens": tokens,
         "supervised_tokens": supervised,

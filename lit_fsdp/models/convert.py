@@ -10,13 +10,14 @@ import torch
 import transformers
 from huggingface_hub import save_torch_state_dict
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from lit_fsdp.errors import CheckpointError
 from lit_fsdp.host import cache_root, make_once
+from lit_fsdp.models.export_files import GENERATION, generation_values, json_bytes
 from lit_fsdp.models.hub import reading
 from lit_fsdp.models.tokenizers import read_tokenizer
-from lit_fsdp.models.weights import files_key, tied_groups
+from lit_fsdp.models.weights import files_key, refuse_quantized, tied_groups
 
 GgufConfig: Any = getattr(transformers, "GgufConfig", None)  # without one, transformers unpacks everything
 
@@ -34,6 +35,8 @@ def convert(source: Path, trust_remote_code: bool) -> Path:
         name, files, options = source.parent, [source], {"gguf_file": source.name}
         if GgufConfig is not None:  # else weights of qwen3.5 and lfm2 stay in blocks, which nothing can train
             options["quantization_config"] = GgufConfig(dequantize=True)
+    else:
+        options["generation_config"] = GenerationConfig()  # or transformers would judge that of the folder
     options |= {"ignore_mismatched_sizes": True, "output_loading_info": True}  # refused below
 
     def make(folder: Path) -> None:
@@ -42,16 +45,18 @@ def convert(source: Path, trust_remote_code: bool) -> Path:
         with reading(source):
             loaded: Any = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, **options)
         model, info = loaded
+        refuse_quantized(source, info["unexpected_keys"])
         if lacking := sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]])):
             some = "; ".join(lacking[:8])
             raise CheckpointError(f"{source}: {len(lacking)} tensors are missing or misshapen: {some}")
-        _save_folder(model, folder)
+        generation = generation_values(source if source.is_dir() else None, model.generation_config)
+        _save_folder(model, folder, generation)
 
     target = cache_root() / "models" / f"{source.resolve().name}-{files_key(files)}"
     return make_once(target, make, f"converting {source.name} to safetensors")
 
 
-def _save_folder(model: PreTrainedModel, folder: Path) -> None:
+def _save_folder(model: PreTrainedModel, folder: Path, generation: dict[str, Any] | None) -> None:
     """Write config, generation config and weights under the module's own names, each tied tensor once.
 
     Not ``save_pretrained``: it refuses models that were dequantized, and writes older names back.
@@ -60,9 +65,9 @@ def _save_folder(model: PreTrainedModel, folder: Path) -> None:
     for key in ("quantization_config", "_name_or_path", "_model_name_or_path"):
         config.pop(key, None)
     config["architectures"] = [type(model).__name__]
-    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    if model.generation_config is not None:
-        model.generation_config.save_pretrained(folder)
+    (folder / "config.json").write_bytes(json_bytes(config))
+    if generation is not None:
+        (folder / GENERATION).write_bytes(json_bytes(generation))
     state = model.state_dict()
     try:
         save_torch_state_dict({names[0]: state[names[0]].contiguous() for names in tied_groups(model)}, folder)

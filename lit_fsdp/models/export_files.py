@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-import copy
+import contextlib
+import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import nn
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
+from transformers.dynamic_module_utils import custom_object_save
 
+from lit_fsdp.errors import ConfigError, require
+from lit_fsdp.models.hub import reading
 from lit_fsdp.models.tokenizers import end_of_turn_id, pad_id
 from lit_fsdp.models.weights import ModelSource
+
+GENERATION = "generation_config.json"
+"""What a model generates with."""
 
 
 def model_files(
@@ -20,26 +27,77 @@ def model_files(
 ) -> dict[str, bytes]:
     """Config, generation config, tokenizer and chat template as a model folder has them, each under ``hf/``.
 
-    The generation config is that of ``source`` if it has one, else of the live ``model``, with the tokenizer's pad
-    token if it named none, and the end of a turn of its template as an end mark: a base model's own end of text is not
-    what it has learned to answer with. ``config.json`` keeps its ``pad_token_id``, which makes a row without gradient.
+    The generation config is that of ``source`` as it stands, valid for transformers or not, else that of its config or
+    of the live ``model``, with the tokenizer's pad token if it named none, and the end of a turn of its template as an
+    end mark: a base model's own end of text is not what it has learned to answer with. ``config.json`` keeps its
+    ``pad_token_id``, which makes a row without gradient.
+
+    Raises:
+        ConfigError: The config or the tokenizer cannot be saved, or the generation config is no JSON object.
     """
-    generation: Any = copy.deepcopy(getattr(model, "generation_config", None))
-    if source.weights_folder is not None and (source.weights_folder / "generation_config.json").is_file():
-        generation = GenerationConfig.from_pretrained(source.weights_folder)
-    with tempfile.TemporaryDirectory() as folder:
-        source.hf_config.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
+    generation = generation_values(source.weights_folder, getattr(model, "generation_config", None))
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        with _saving("model.name", type(source.hf_config).__name__):
+            (folder / "config.json").write_bytes(_config_bytes(source.hf_config, folder))
+        with _saving("model.tokenizer", source.tokenizer_source):
+            tokenizer.save_pretrained(folder)
         if generation is not None:
-            if generation.pad_token_id is None:
-                generation.pad_token_id = pad_id(tokenizer, source.num_embeddings)
-            given, turn = generation.eos_token_id, end_of_turn_id(tokenizer)
+            if generation.get("pad_token_id") is None:
+                generation["pad_token_id"] = pad_id(tokenizer, source.num_embeddings)
+            given, turn = generation.get("eos_token_id"), end_of_turn_id(tokenizer)
             stops = given if isinstance(given, list) else [] if given is None else [given]
             if turn is not None and turn not in stops:
-                generation.eos_token_id = [*stops, turn] if stops else turn
-            generation.save_pretrained(folder)
-        files = sorted(path for path in Path(folder).rglob("*") if path.is_file())
+                generation["eos_token_id"] = [*stops, turn] if stops else turn
+            (folder / GENERATION).write_bytes(json_bytes(generation))
+        files = sorted(path for path in folder.rglob("*") if path.is_file())
         return {f"hf/{path.relative_to(folder)}": path.read_bytes() for path in files}
+
+
+def generation_values(folder: Path | None, live: GenerationConfig | None) -> dict[str, Any] | None:
+    """What the model in a ``folder`` generates with, else a ``live`` one; None if it does not generate.
+
+    As data: transformers would neither read nor save all that is published.
+    """
+    if folder is not None and (folder / GENERATION).is_file():
+        return _json_object(folder / GENERATION)
+    if live is None:
+        return None
+    stored = _json_object(folder / "config.json") if folder is not None else {}
+    # older models have sampling values there, which a config in memory drops
+    own = {key: stored[key] for key in GenerationConfig().to_dict() if stored.get(key) is not None}
+    with _saving("model.name", "its generation config"):
+        return {**json.loads(live.to_json_string()), **own}
+
+
+def _json_object(path: Path) -> dict[str, Any]:
+    with reading(path):
+        values = json.loads(path.read_bytes())
+    require(isinstance(values, dict), "model.name", f"{path} with {type(values).__name__}", "a JSON object")
+    return dict(values)
+
+
+def _config_bytes(config: PretrainedConfig, folder: Path) -> bytes:
+    """``config.json``; code of its own goes into ``folder``. Not ``save_pretrained``, which judges what has trained."""
+    if config._auto_class is not None:
+        custom_object_save(config, folder, config=config)  # type: ignore[arg-type]
+    values = json.loads(config.to_json_string())
+    values.pop("transformers_weights", None)  # names a file of the base
+    return json_bytes(values)
+
+
+@contextlib.contextmanager
+def _saving(field: str, what: str | None) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # whatever classes of somebody else raise
+        given = f"{what}, which cannot be saved ({type(error).__name__}: {' '.join(str(error).split())[:300]})"
+        raise ConfigError(field, given, "what can be written to a file, as every checkpoint keeps it") from error
+
+
+def json_bytes(content: object) -> bytes:
+    """JSON as transformers lays it out."""
+    return json.dumps(content, indent=2, sort_keys=True).encode() + b"\n"
 
 
 def model_entry(

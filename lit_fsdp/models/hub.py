@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
 
@@ -56,7 +57,8 @@ def push(folder: Path, name: str, private: bool) -> str:
     """Upload a folder to a repository of the hub, made if it is not there; returns its address.
 
     Raises:
-        ConfigError: The hub refuses it or cannot be reached, or the repository is public and ``private`` is asked.
+        ConfigError: The hub refuses it or cannot be reached, the repository is public and ``private`` is asked, or it
+            holds files of another model, such as a chat template, that would be read with those of the folder.
     """
     api, fix = HfApi(), f"the folder stays; once that is mended run hf upload {name} {folder}"
     try:
@@ -64,12 +66,24 @@ def push(folder: Path, name: str, private: bool) -> str:
         is_public = private and not api.repo_info(made.repo_id).private  # what is there already keeps who may see it
         given = f"{name} with --private, and it is public"
         require(not is_public, "--push-to-hub", given, "a private repository", fix)
+        stale = [name for name in api.list_repo_files(made.repo_id) if _is_read(name) and not (folder / name).exists()]
+        given = f"{name} with {', '.join(stale[:5])}, which {folder} has not, and which would be read with its files"
+        allowed, so = "a repository without them", f"hf repos delete-files {made.repo_id} {' '.join(stale)}; {fix}"
+        require(not stale, "--push-to-hub", given, allowed, so)
         api.upload_folder(repo_id=made.repo_id, folder_path=folder, commit_message="Export by lit_fsdp")
     except (_NETWORK_ERROR, errors.HFValidationError, OSError) as error:
         given = f"{name}, which could not be pushed ({redact(' '.join(str(error).split()))[:300]})"
         allowed = "a repository that can be reached, and a token that may write to it"
         raise ConfigError("--push-to-hub", given, allowed, fix) from error
     return str(made)
+
+
+def _is_read(name: str) -> bool:
+    """Whether a file of a repository is a part of a model for transformers or peft."""
+    patterns = (*_TOKENIZER, "*.safetensors", "*.bin")
+    return name.startswith("additional_chat_templates/") or (
+        "/" not in name and any(fnmatchcase(name, pattern) for pattern in patterns)
+    )
 
 
 @contextmanager
@@ -80,7 +94,8 @@ def reading(
     try:
         yield
     except _UNREADABLE as error:
-        if isinstance(error, ImportError) and "gguf" in str(error).lower():
-            fix = "install the gguf package: pip install 'lit-fsdp[gguf]'"
+        if isinstance(error, ImportError):  # transformers says what it misses in words, Python by name
+            missing = "'lit-fsdp[gguf]'" if "gguf" in str(error).lower() else error.name
+            fix = f"pip install {missing}" if missing else "install the package that it names"
         given = f"{source} ({type(error).__name__}: {' '.join(str(error).split())[:300]})"
         raise ConfigError(field, given, "what transformers can read", fix) from error

@@ -7,7 +7,9 @@ names are found as ever. Only names grow: ``q_proj.weight`` becomes ``q_proj.bas
 
 from __future__ import annotations
 
+import difflib
 import math
+import re
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -24,6 +26,7 @@ from lit_fsdp.models.weights import Weights, seeded, tied_groups
 
 _PATH = "model.lora"
 _ADAPTER = "default"
+_HANDED = ("layers_to_transform", "layers_pattern", "exclude_modules", "rank_pattern", "alpha_pattern")
 _ADAPTER_PARTS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector")
 
 
@@ -78,32 +81,66 @@ def apply_lora(model: PreTrainedModel, config: LoraConfig, base: str | None = No
     targets = config.target_modules
     if targets == "all-linear" or (targets is None and model.config.model_type not in known):
         targets = linears  # peft's own reading of all-linear also takes fused experts, which are no layers
+    more = _peft_args(config, peft)
+    if more.get("layers_to_transform") is not None and targets is linears:  # peft takes whole names in every layer
+        targets = sorted({name.rpartition(".")[2] for name in linears})
     layers = ", ".join(sorted({name.rpartition(".")[2] for name in linears}))
     if isinstance(config.target_modules, list):
         _check_names(model, "target_modules", config.target_modules, layers)
+    elif targets is not None and targets == config.target_modules:
+        found = [name for name, _ in model.named_modules() if re.fullmatch(targets, name)]
+        given, fix = (
+            f"{targets!r}, a regular expression that fits no whole name",
+            f"write [{targets}], or '.*{targets}'",
+        )
+        require(found, f"{_PATH}.target_modules", given, f"names such as {linears[0]}", fix)
+        _check_names(model, "target_modules", found, layers)
     _check_names(model, "modules_to_save", config.modules_to_save or [], layers)
     if config.quantize is not None:
         apply_nf4(model, config.modules_to_save or [], config.double_quantization)
-    settings = peft.LoraConfig(
-        task_type="CAUSAL_LM",
-        base_model_name_or_path=base,
-        r=config.r,
-        lora_alpha=int(config.alpha) if config.alpha == int(config.alpha) else config.alpha,
-        lora_dropout=config.dropout,
-        target_modules=targets,
-        use_dora=config.use_dora,
-        use_rslora=config.use_rslora,
-        modules_to_save=config.modules_to_save,
-    )
     try:
+        settings = peft.LoraConfig(
+            task_type="CAUSAL_LM",
+            base_model_name_or_path=base,
+            r=config.r,
+            lora_alpha=int(config.alpha) if config.alpha == int(config.alpha) else config.alpha,
+            lora_dropout=config.dropout,
+            target_modules=targets,
+            use_dora=config.use_dora,
+            use_rslora=config.use_rslora,
+            modules_to_save=config.modules_to_save,
+            **more,
+        )
         _inject(model, settings)
-    except (ValueError, NotImplementedError) as error:
-        given = f"{config.target_modules} ({' '.join(str(error).split())[:200]})"
-        raise ConfigError(f"{_PATH}.target_modules", given, f"layers of this model: {layers}") from error
+    except (ValueError, TypeError, NotImplementedError, Warning, re.error) as error:
+        field, chosen = ("peft_args", more) if more else ("target_modules", config.target_modules)
+        given = f"{chosen} ({' '.join(str(error).split())[:200]})"
+        raise ConfigError(f"{_PATH}.{field}", given, f"layers of this model: {layers}") from error
+    adapted = [name for name, module in model.named_modules() if hasattr(module, "lora_A")]
+    numbers = more.get("layers_to_transform")
+    for number in [numbers] if isinstance(numbers, int) else numbers or []:  # peft passes over one that is not there
+        given, fits = f"{number}, and no layer of that number has an adapter", any(f".{number}." in n for n in adapted)
+        require(fits, f"{_PATH}.peft_args.layers_to_transform", given, "numbers of layers, from 0")
     model.train()
     # as peft's save_pretrained writes it, ready for inference
     values = {key: sorted(v) if isinstance(v, set) else v for key, v in settings.to_dict().items()}
     return {**values, "peft_type": "LORA", "inference_mode": True}
+
+
+def _peft_args(config: LoraConfig, peft: Any) -> dict[str, Any]:
+    """``model.lora.peft_args``: what peft knows, and what leaves weights, names and first losses to this package."""
+    defaults, found = peft.LoraConfig().to_dict(), {}
+    for name, value in (config.peft_args or {}).items():
+        field, near = f"{_PATH}.peft_args.{name}", difflib.get_close_matches(name, defaults, n=1)
+        fix = f"write {near[0]}" if near else "drop it"
+        require(name in defaults, field, "an argument that peft.LoraConfig has not", ", ".join(_HANDED), fix)
+        if name in _HANDED:
+            found[name] = value
+            continue
+        given = f"{value!r}: what it changes is not initialized, sharded, kept in checkpoints or exported right here"
+        instead = {"trainable_token_indices": "use model.add_tokens", "bias": "name modules in modules_to_save"}
+        require(value == defaults[name], field, given, ", ".join(_HANDED), instead.get(name, "drop it"))
+    return found
 
 
 def apply_saved_lora(model: PreTrainedModel, adapter_config: Mapping[str, Any]) -> Callable[[], PreTrainedModel]:
@@ -120,6 +157,8 @@ def load_adapter_folder(model: PreTrainedModel, folder: Any) -> nn.Module:
 def _inject(model: PreTrainedModel, settings: Any) -> Any:
     """Put peft's adapters in on meta, in place, and give its tuner."""
     with warnings.catch_warnings():
+        for unused in ("You have passed exclude_modules", "The following (rank|alpha)_pattern keys did not match"):
+            warnings.filterwarnings("error", unused)
         warnings.filterwarnings("ignore", "fan_in_fan_out")  # it is set as the layer needs it, and says so
         tuner = _peft().LoraModel(model, settings, _ADAPTER, low_cpu_mem_usage=True)
     for name, module in model.named_modules():

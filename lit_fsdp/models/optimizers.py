@@ -5,12 +5,15 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal
 
 import torch
+from torch import distributed as dist
 from torch import nn
+from torch.distributed.tensor import distribute_tensor
 from torch.optim import AdamW, Muon, Optimizer
+from torch.optim._muon import _adjust_lr
 
 from lit_fsdp.config.model import ADAMW, OptimConfig
 from lit_fsdp.errors import ConfigError, require
@@ -73,10 +76,57 @@ def is_packed(count: int, block_size: int) -> bool:
     return count >= 4096 and count % block_size == 0
 
 
+def orthogonalized(matrix: torch.Tensor, group: Mapping[str, Any]) -> torch.Tensor:
+    """Muon's Newton-Schulz iteration on a whole matrix, in its own dtype; torch's has only bf16."""
+    a, b, c = group["ns_coefficients"]
+    wide = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
+    wide = wide / wide.norm().clamp(min=group["eps"])
+    for _ in range(group["ns_steps"]):
+        gram = wide @ wide.T
+        wide = torch.addmm(wide, torch.addmm(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
+    return wide.T.contiguous() if matrix.shape[0] > matrix.shape[1] else wide
+
+
+class _WholeMuon(Muon):
+    """torch's Muon, but for an iteration of whole matrices, each on one rank: on shards it has another outcome."""
+
+    dtype: torch.dtype
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Gather as many matrices as there are ranks in a copy, iterate one on each, and share the results."""
+        for group in self.param_groups:
+            held: tuple[list[Any], list[Any], list[Any]] = ([], [], [])
+            self._init_group(group, *held)
+            params, momentum, lr = held[0], group["momentum"], float(group["lr"])
+            mesh = getattr(params[0], "device_mesh", None) if params else None
+            ranks = None if mesh is None else mesh.get_group(mesh.ndim - 1)
+            size, here = (1, 0) if ranks is None else (dist.get_world_size(ranks), dist.get_rank(ranks))
+            for first in range(0, len(params), size):
+                some = list(zip(*held, strict=True))[first : first + size]
+                mine: Any = None
+                for owner, (_, grad, buffer) in enumerate(some):
+                    buffer.lerp_(grad, 1 - momentum)
+                    update = (grad.lerp(buffer, momentum) if group["nesterov"] else buffer).to(self.dtype)
+                    whole = update if mesh is None else update.to(mesh.device_type).full_tensor()
+                    mine = whole if owner == here else mine
+                mine = mine if mine is None else orthogonalized(mine, group)  # once all are there, so at the same time
+                for owner, (param, grad, _) in enumerate(some):
+                    found = mine
+                    if mesh is not None:
+                        if owner != here:
+                            found = torch.empty(param.shape, dtype=self.dtype, device=mesh.device_type)
+                        dist.broadcast(found, group=ranks, group_src=owner)
+                        found = distribute_tensor(found, mesh, param.placements, src_data_rank=None).to(grad.device)
+                    param.mul_(1 - lr * group["weight_decay"])
+                    param.add_(found, alpha=-_adjust_lr(lr, group["adjust_lr_fn"], param.shape))
+
+
 class MuonWithAdamW(Optimizer):
     """One optimizer of two: parameter groups with ``use_muon`` are orthogonalized, the others take AdamW's step.
 
-    :class:`lit_fsdp.CausalLMModule` marks the groups. Schedules scale both learning rates alike.
+    :class:`lit_fsdp.CausalLMModule` marks the groups. Schedules scale both learning rates alike. Each matrix is
+    orthogonalized whole, on one rank of a copy, so that ranks and engines differ only by how gradients are summed.
 
     Args:
         params: Parameter groups, each with ``use_muon``.
@@ -84,6 +134,8 @@ class MuonWithAdamW(Optimizer):
         weight_decay: Of groups that do not say.
         adamw_lr: Of AdamW's groups.
         betas: AdamW's.
+        iterates_in: ``bf16``, as torch's, where the order in which gradients are summed decides some percent of an
+            update; or ``fp32``, where it is some 1e-5: :class:`lit_fsdp.CausalLMModule` takes it in a run in fp32.
         muon: Further arguments of :class:`torch.optim.Muon`.
 
     Source: https://kellerjordan.github.io/posts/muon/
@@ -96,6 +148,7 @@ class MuonWithAdamW(Optimizer):
         weight_decay: float = 0.0,
         adamw_lr: float = 3e-4,
         betas: tuple[float, float] = (0.9, 0.95),
+        iterates_in: Literal["bf16", "fp32"] = "bf16",
         **muon: Any,
     ) -> None:
         groups = list(params)
@@ -103,7 +156,9 @@ class MuonWithAdamW(Optimizer):
         others = [group | {"lr": adamw_lr} for group in groups if not group["use_muon"]]
         self._inner: list[Optimizer] = []
         if matrices:
-            self._inner.append(Muon(matrices, lr=lr, weight_decay=weight_decay, **muon))
+            whole = _WholeMuon(matrices, lr=lr, weight_decay=weight_decay, **muon)
+            whole.dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[iterates_in]
+            self._inner.append(whole)
         if others:
             self._inner.append(AdamW(others, lr=adamw_lr, weight_decay=weight_decay, betas=betas))
         super().__init__([group for inner in self._inner for group in inner.param_groups], {})

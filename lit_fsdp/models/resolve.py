@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 import logging
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -14,17 +15,26 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, PretrainedConfig
 
 from lit_fsdp.config.model import ModelConfig
-from lit_fsdp.errors import require
+from lit_fsdp.errors import ConfigError, require
 from lit_fsdp.host import cache_root, make_once
 from lit_fsdp.models.build import build_on_meta, vocabulary_tensors
 from lit_fsdp.models.convert import convert
 from lit_fsdp.models.hub import fetch, reading
 from lit_fsdp.models.miniature import HUB_NAMES_KEY, shipped_config, shrink
 from lit_fsdp.models.tokenizers import add_special_tokens, load_tokenizer, miniature_tokenizer, read_tokenizer
-from lit_fsdp.models.weights import ModelSource, Stored, files_key, match_names, open_weights, stored_tensors
+from lit_fsdp.models.weights import (
+    ModelSource,
+    Stored,
+    files_key,
+    match_names,
+    open_weights,
+    refuse_quantized,
+    stored_tensors,
+)
 
 _log = logging.getLogger(__name__)
 _FIELD = "model.name"
+_ROPE_OF_A_MODEL = ("rope_theta", "partial_rotary_factor")  # whatever scales it
 _CHUNK_ROWS = 8192  # of which a sum is made at a time, in fp64
 
 
@@ -93,6 +103,13 @@ def _find(name: Any, config: ModelConfig, with_weights: bool) -> tuple[Pretraine
         fix = "download its config.json and name that file"
         require(not config.miniature, _FIELD, f"{name} with miniature: true", allowed, fix)
         folder = fetch(name, "model" if with_weights else "config", config.trust_remote_code)
+    if (folder / "adapter_config.json").is_file():
+        base = json.loads((folder / "adapter_config.json").read_bytes()).get("base_model_name_or_path")
+        fix = (
+            f"name its base ({base}) and go on from its checkpoint with --ckpt_path; or merge the two: lit-fsdp export"
+            " --merge of that checkpoint, or peft's merge_and_unload"
+        )
+        raise ConfigError(_FIELD, f"{folder}, which holds an adapter", "a whole model", fix)
     fix = (
         "name a Hugging Face model folder (of a training checkpoint, export it first); for a model with its own code"
         " set trust_remote_code: true, after you have read that code"
@@ -100,6 +117,8 @@ def _find(name: Any, config: ModelConfig, with_weights: bool) -> tuple[Pretraine
     with reading(folder, fix=fix):
         options = {"trust_remote_code": config.trust_remote_code, "local_files_only": True}
         found = AutoConfig.from_pretrained(folder, **options)
+        values = PretrainedConfig.get_config_dict(folder)[0]
+    _keep_rope(found, values, str(folder / "config.json"))
     is_packed, fix = getattr(found, "quantization_config", None), "start from the model's bf16 or fp32 version"
     require(not is_packed, _FIELD, f"{folder}, which is quantized", "weights that can be trained", fix)
     return _text_part(found), folder if with_weights else None
@@ -109,6 +128,7 @@ def _readable(folder: Path, hf_config: PretrainedConfig, trust_remote_code: bool
     """``folder``, or the one that it has been converted to if names or shapes are not the model's."""
     if tensors := stored_tensors(folder):
         match = match_names(build_on_meta(hf_config, "eager", trust_remote_code), tensors)
+        refuse_quantized(folder, match.unexpected)
         if not match.misshapen and not (match.missing and match.unexpected):
             return folder
     else:
@@ -135,7 +155,38 @@ def _miniature(full: PretrainedConfig, config: ModelConfig) -> ModelSource:
 def _config_of(values: Mapping[str, Any], where: str) -> PretrainedConfig:
     values = {key: value for key, value in values.items() if key != HUB_NAMES_KEY}
     with reading(where, fix="correct that key of the config"):
-        return _text_part(AutoConfig.for_model(values.pop("model_type", None), **values))
+        found = AutoConfig.for_model(values.pop("model_type", None), **copy.deepcopy(values))
+    _keep_rope(found, values, where)
+    return _text_part(found)
+
+
+def _keep_rope(config: PretrainedConfig, values: Mapping[str, Any], where: str) -> None:
+    """Keep, in place, what ``rope_parameters`` says of a model when ``rope_scaling`` is added, as model cards tell.
+
+    transformers takes one mapping for the other: ``rope_theta`` becomes the default of the architecture, in silence.
+
+    Raises:
+        ConfigError: The scaling is of no kind, or has no effect beside parameters for each kind of layer.
+    """
+    for name, part in values.items():
+        if isinstance(part, Mapping) and isinstance(inner := getattr(config, name, None), PretrainedConfig):
+            _keep_rope(inner, part, f"{where}: {name}")
+    saved, added = values.get("rope_parameters"), values.get("rope_scaling")
+    live = getattr(config, "rope_parameters", None)
+    if not (saved and added and isinstance(live, dict)):
+        return
+    is_flat, was_flat = (not any(isinstance(one, Mapping) for one in part.values()) for part in (added, saved))
+    kind = added.get("rope_type", added.get("type"))
+    wanted = {**{key: value for key, value in added.items() if key != "type"}, "rope_type": kind}.items()
+    layers = [live] if was_flat else [one for one in live.values() if isinstance(one, Mapping)]
+    has_effect = kind and is_flat and any(wanted <= layer.items() for layer in layers)
+    given = f"{where} with rope_scaling {added} beside rope_parameters, where transformers does not take it as it is"
+    allowed = "one mapping with rope_type, rope_theta and the scaling, for each kind of layer that has its own"
+    require(has_effect, _FIELD, given, allowed, "write the scaling into rope_parameters, and drop rope_scaling")
+    lost = {key: saved[key] for key in _ROPE_OF_A_MODEL if key in saved and key not in {**values, **added}}
+    if lost and was_flat:
+        config.rope_parameters.update(lost)
+        _log.warning("%s: rope_scaling replaces rope_parameters, of which %s is kept", where, lost)
 
 
 def _text_part(hf_config: PretrainedConfig) -> PretrainedConfig:

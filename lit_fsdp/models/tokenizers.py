@@ -156,6 +156,12 @@ def _gguf_tokenizer(file: Path) -> PreTrainedTokenizerBase:
         digits = pre_tokenizers.Digits(individual_digits=True)  # before spaces are joined to what follows them
         byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
+    # transformers < 5.17 swaps these two
+    ends = {name: fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos")}
+    for name, field in ends.items():
+        if field is not None:
+            setattr(tokenizer, f"{name}_token", tokenizer.convert_ids_to_tokens(int(field.contents())))
+    tokenizer.update_post_processor()
     length = fields[f"{fields['general.architecture'].contents()}.context_length"]
     tokenizer.model_max_length = int(length.contents())
     return tokenizer

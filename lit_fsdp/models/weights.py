@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from lit_fsdp.errors import CheckpointError
+from lit_fsdp.errors import CheckpointError, require
 
 _log = logging.getLogger(__name__)
 _INDEX = "model.safetensors.index.json"
@@ -29,6 +29,16 @@ _SINGLE = "model.safetensors"
 _EXPERT_PARTS = {  # what a tensor of all experts is made of where each is stored by itself, joined in dim 0
     "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
     "down_proj": (("down_proj",), ("w2",)),
+}
+
+_QUANTIZED = {  # by a part of the name of a tensor that no plain model has
+    "bitsandbytes": r"\.(quant_state\.|absmax|nested_absmax|quant_map|SCB$)",
+    "GPTQ": r"\.g_idx$",
+    "AWQ or GPTQ": r"\.(qweight|qzeros)$",
+    "MXFP4": r"_(blocks|scales)$",
+    "fp8 or int8": r"\.((weight|input|output)_scale(_inv)?|weight_zero_point)$",
+    "packed by compressed-tensors": r"\.weight_(packed|shape|global_scale)$",
+    "packed by another library": r"(\.(W_q|codes|codebooks|scales|weight_scales)|\._data|_qdata)$",
 }
 
 
@@ -256,6 +266,15 @@ def match_names(model: PreTrainedModel, tensors: dict[str, Stored]) -> Match:
         unexpected=sorted(name for name in surplus if not any(re.search(pattern, name) for pattern in dropped)),
         misshapen=[f"{name}: {there} in the folder, {here} in the model" for name, there, here in wrong],
     )
+
+
+def refuse_quantized(source: Path, unexpected: Iterable[str]) -> None:
+    """Refuse weights that are quantized, whatever config.json says, by the names of tensors that the model lacks."""
+    for name in sorted(unexpected):
+        kind = next((kind for kind, pattern in _QUANTIZED.items() if re.search(pattern, name)), None)
+        fix = "start from the model's bf16 or fp32 version; model.lora.quantize: nf4 quantizes it while it is read"
+        given = f"{source}, which is quantized ({kind}: it holds {name})"
+        require(kind is None, "model.name", given, "weights that can be trained", fix)
 
 
 def _may_be_stored_as(model: PreTrainedModel, name: str) -> list[str]:

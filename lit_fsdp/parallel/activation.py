@@ -11,6 +11,7 @@ import functools
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
+from inspect import signature
 from typing import Any
 
 import torch
@@ -31,6 +32,8 @@ aten._scaled_dot_product_fused_attention_overrideable aten._flash_attention_forw
 higher_order.flex_attention _c10d_functional.all_reduce _c10d_functional.reduce_scatter_tensor
 _c10d_functional.all_gather_into_tensor _c10d_functional.all_to_all_single
 """.split()
+# Before torch 2.15 what is kept passes host copies by, and stays on the device: delete when the minimum is 2.15.
+_OFFLOADS_KEPT: Any = dict.fromkeys({"respect_saved_tensors_hooks"} & signature(checkpoint).parameters.keys(), True)
 
 
 def prepare_blocks(blocks: Iterable[nn.Module], config: ActivationConfig, compile: bool = False) -> None:
@@ -101,7 +104,7 @@ def _recomputed(block: nn.Module, forward: Callable[..., Any], keep: list[Any]) 
             return checkpoint(forward, *args, use_reentrant=False, **kwargs)
         # put together here and not outside: the compiler must see the parts
         contexts: Any = functools.partial(create_selective_checkpoint_contexts, list(keep))
-        return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **_OFFLOADS_KEPT, **kwargs)
 
     return _in_training(block, forward, checkpointed)
 

@@ -9,7 +9,7 @@ import socket
 import threading
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.data import sized_len
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
@@ -25,13 +26,16 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.utils.data import DataLoader
 
 from lit_fsdp.checkpoint.ranks import Ranks
-from lit_fsdp.config.strategy import StrategyConfig, check_optimizer, check_quantized, mesh_shape
+from lit_fsdp.config.strategy import OTHER_OPTIMIZER, StrategyConfig, check_optimizer, check_quantized, mesh_shape
+from lit_fsdp.data.batches import Resumable
 from lit_fsdp.errors import ConfigError, ContractError, require
 from lit_fsdp.parallel.activation import prepare_blocks, recompute_by_unit, resolve_gradient_checkpointing
+from lit_fsdp.parallel.alike import check_alike, ending_together, kinds_of, options_of, tensors_of
 from lit_fsdp.parallel.checkpointing import Checkpoints, check_packed_state
 from lit_fsdp.parallel.debug import write_rank
 from lit_fsdp.parallel.grads import GuardedSteps
 from lit_fsdp.parallel.materialize import Materializer, Reader, reset_parameters_reader
+from lit_fsdp.parallel.norms import STRATEGIES
 from lit_fsdp.parallel.precision import (
     TORCH_DTYPES,
     DtypeContract,
@@ -43,6 +47,8 @@ from lit_fsdp.parallel.precision import (
     dtype_name,
     settle_precision,
 )
+from lit_fsdp.parallel.schedules import idle_schedulers
+from lit_fsdp.parallel.trial import refusal_of
 from lit_fsdp.parallel.units import (
     UnitPlan,
     audit,
@@ -75,6 +81,16 @@ def build_mesh(device_type: str, replicate_degree: int, shard_degree: int, timeo
     # made here, as the groups that torch makes wait for its own default timeout
     groups = [dist.new_subgroups_by_enumeration(along.tolist(), timeout=timeout)[0] for along in (ranks.T, ranks)]
     return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=(REPLICATE, SHARD))
+
+
+def check_finders(callbacks: Iterable[Any], module: Any) -> None:
+    """Refuse Lightning's callbacks that look for a batch size, and for the learning rate of a module of ours."""
+    found = {cls.__name__ for callback in callbacks for cls in type(callback).__mro__}
+    given, fix = "BatchSizeFinder", "drop it; lit-fsdp plan --gpu tells which data.micro_batch_size fits"
+    require(given not in found, "trainer.callbacks", given, "a batch size that is given", fix)
+    given, fix = "LearningRateFinder", "drop it, and try some values of model.optim.lr in short runs"
+    is_ours = hasattr(module, "read_tensor")
+    require(not is_ours or given not in found, "trainer.callbacks", given, "a learning rate that is given", fix)
 
 
 class Entrance:
@@ -119,6 +135,7 @@ class EngineStrategy(Checkpoints):
     num_processes: int
     world_size: int
     _launcher: Any
+    lr_scheduler_configs: list[Any]
     _layer_sync: Any  # of Trainer(sync_batchnorm=True)
 
     def __init__(self, config: StrategyConfig) -> None:
@@ -133,11 +150,13 @@ class EngineStrategy(Checkpoints):
         self.plan: UnitPlan | None = None
         self.audit: dict[str, Any] = {}
         self.contract = DtypeContract(config)
-        self.checkpoint_files: dict[str, Path] = {}
+        self.checkpoint_files: dict[str, bytes] = {}
         self.replicated: list[nn.Parameter] = []
         self._names: dict[int, str] = {}
         self._used: set[str] = set()
         self._noted: dict[int, torch.Tensor] = {}
+        self._host_group: dist.ProcessGroup | None = None
+        STRATEGIES.add(self)
         super().__init__(  # type: ignore[call-arg]
             process_group_backend=config.process_group_backend, timeout=timedelta(seconds=config.timeout_seconds)
         )
@@ -178,10 +197,16 @@ class EngineStrategy(Checkpoints):
         config = self.config
         mesh_shape(config, self.num_nodes, self.num_nodes * self.num_processes, self.path)
         check_device(config, self.root_device.type, self.path)
+        check_finders(trainer.callbacks, module)
         for callback in trainer.callbacks if config.is_sharded else ():
             name = next((cls.__name__ for cls in type(callback).__mro__ if cls.__name__ in _WHOLE_WEIGHTS), "")
-            given = f"{name} with engine {config.engine}"
-            require(not name, "trainer.callbacks", given, "what does without whole weights, or engine ddp or single")
+            given, allowed = f"{name} with engine {config.engine}", "what does without whole weights, or ddp or single"
+            ours = "{class_path: lit_fsdp.EMAWeights, init_args: {decay: 0.999}}, in Python lit_fsdp.EMAWeights(0.999)"
+            require(not name, "trainer.callbacks", given, allowed, f"in a recipe {ours}" if "Averaging" in name else "")
+        for callback in trainer.callbacks if verb == "fit" and trainer.max_steps > 0 else ():
+            given = f"{type(callback).__name__}, whose first update comes after the last of {trainer.max_steps} steps"
+            fix = "let it begin earlier: until then it gives the weights that training began with, and to the end here"
+            require(_ever_averages(callback, trainer), "trainer.callbacks", given, "averages of what is trained", fix)
         # the root counts on one backward pass, after which the step comes
         wrong = config.engine == "fsdp1" and verb == "fit" and not module.automatic_optimization
         given = f"fsdp1 with manual optimization ({type(module).__name__})"
@@ -226,7 +251,18 @@ class EngineStrategy(Checkpoints):
         """Give each loader a generator of its own; they would draw from the global one, which a resume goes on with."""
         if isinstance(dataloader, DataLoader) and dataloader.generator is None:
             dataloader.generator = torch.Generator().manual_seed(torch.initial_seed())
-        return super().process_dataloader(dataloader)  # type: ignore[misc]
+        loader = super().process_dataloader(dataloader)  # type: ignore[misc]
+        trainer = self.lightning_module.trainer
+        apart = not (self.config.is_sharded or trainer.training)  # copies that evaluate do not wait for each other
+        if self.world_size == 1 or apart or isinstance(loader, Resumable):  # as ours, which are alike
+            return loader
+        is_endless = sized_len(loader) is None
+        field = f"{trainer.state.stage.dataloader_prefix}_dataloader"
+        check_alike("looking for lengths", {field: "no length" if is_endless else "a length"})
+        if is_endless and self._host_group is None and self.root_device.type != "cpu":
+            timeout = timedelta(seconds=self.config.timeout_seconds)
+            self._host_group = dist.new_group(backend="gloo", timeout=timeout)
+        return ending_together(loader, self._host_group) if is_endless else loader
 
     def setup(self, trainer: Any) -> None:
         """Shard the LightningModule (once), check the contract, build the optimizers."""
@@ -250,12 +286,23 @@ class EngineStrategy(Checkpoints):
         if trainer.state.fn == "fit":
             self.setup_optimizers(trainer)  # type: ignore[attr-defined]
             self._names = {id(p): clean_name(name) for name, p in module.named_parameters()}
+            check_alike("comparing optimizers", kinds_of(self.optimizers, self.lr_scheduler_configs))
             self._check_optimized()
+            self.check_files()
         self.setup_precision_plugin()  # type: ignore[attr-defined]
 
     def _setup_module(self, module: Any, is_ours: bool) -> None:
         config, manual = self.config, self.config.wrap_config.manual
-        fits = manual or not units_already_wrapped(module)
+        # FSDP1's own units hold this rank's shards
+        check_alike("comparing parameters", tensors_of(module, not manual or config.engine != "fsdp1"))
+        units = units_already_wrapped(module)
+        inside = {id(p) for unit in units.values() if manual for p in unit.parameters()}
+        axes = self.mesh.ndim  # of a unit; under tensor parallelism too it has more
+        found = ((n, p) for n, p in module.named_parameters() if isinstance(p, DTensor))
+        name = next((n for n, p in found if id(p) not in inside or p.device_mesh.ndim != axes), None)
+        given, allowed = f"the DTensor {name}, as of a tp_plan", "plain parameters, which the strategy shards by itself"
+        require(name is None, type(module).__name__, given, allowed, "drop tp_plan, parallelize_module or the like")
+        fits = manual or not units
         require(fits, f"{self.path}.wrap", "a model that is already wrapped", "a plain model, or wrap: manual")
         kinds = FSDPModule if config.engine == "fsdp1" else FullyShardedDataParallel
         alike = not any(isinstance(inner, kinds) for inner in module.modules())
@@ -386,18 +433,28 @@ class EngineStrategy(Checkpoints):
         return module.forward.enter(getattr(module, step), *args, **kwargs)
 
     def _check_optimized(self) -> None:
-        """Refuse an optimizer of tensors that are no parameters of the sharded model: it would train nothing."""
-        for index, optimizer in enumerate(self.optimizers if self.config.is_sharded else ()):
-            package, name = type(optimizer).__module__, type(optimizer).__name__
-            # of others nobody knows what they make of shards
-            if package.partition(".")[0] in ("torch", "torchao", "transformers") and self.shard_group is not None:
-                check_optimizer(f"{package}.{name}", self.config.engine, f"{self.path}.engine")
-            check_packed_state(optimizer, self.config.offloads, self._names)
-            params = (p for group in optimizer.param_groups for p in group["params"])
-            stray = next((f"a tensor of shape {tuple(p.shape)}" for p in params if id(p) not in self._names), None)
-            if stray:
-                text = f"optimizer {index} moves {stray} that is no parameter of the sharded model: make it in "
+        """Refuse an optimizer that fails in step 1, or of tensors that are no parameters: it would train nothing."""
+        module, engine, is_split = self.lightning_module, self.config.engine, self.shard_group is not None
+        for index, optimizer in enumerate(self.optimizers):
+            name = f"{type(optimizer).__module__}.{type(optimizer).__name__}"
+            if is_split:
+                check_optimizer(name, engine, f"{self.path}.engine")
+            if type(optimizer) is torch.optim.Muon and is_split and dist.get_rank() == 0:
+                text = "of shards torch.optim.Muon makes updates that are up to 30 % apart from those of one process; "
+                _log.warning("%slit_fsdp.MuonWithAdamW, with use_muon in its groups, takes whole matrices", text)
+            if self.config.is_sharded:
+                check_packed_state(optimizer, self.config.offloads, self._names)
+            params = [p for group in optimizer.param_groups for p in group["params"]]
+            strays = [f"a tensor of shape {tuple(p.shape)}" for p in params if id(p) not in self._names]
+            if strays and self.config.is_sharded:
+                text = f"optimizer {index} moves {strays[0]} that is no parameter of the sharded model: make it in "
                 raise ContractError(text + "configure_optimizers, of self.parameters()")
+            if not module.automatic_optimization:  # whose author may call other methods than step
+                continue
+            flat, saves = engine == "fsdp1" and is_split, bool(module.trainer.checkpoint_callbacks)
+            why = max(Ranks().run("trying the optimizer", functools.partial(refusal_of, optimizer, flat, saves)))
+            given, allowed = f"{name} with {self.path}.engine: {engine}", f"an optimizer that works there ({why})"
+            require(not why, "model.optim.class_path", given, allowed, OTHER_OPTIMIZER)
 
     def _watch_unit(self, unit: nn.Module, owners: list[tuple[str, nn.Module]], dtype: str) -> None:
         """Note which parameters of a unit, those of ``owners``, a backward pass uses, and at first their dtypes."""
@@ -431,9 +488,13 @@ class EngineStrategy(Checkpoints):
         # in an order that all ranks share, whatever their optimizers hold
         params = [held.get(key) for key in self._names]
         found = self._on_any_rank([p is not None and self._has_grad(p) for p in params])
-        self._used.difference_update(self._names[key] for key in held)
         rows = [row for row, p in enumerate(params) if p is not None]
         return [p for p in params if p is not None], found[rows]
+
+    def have_gradients(self, params: list[torch.Tensor]) -> list[bool]:
+        """Which of these parameters would have a gradient in one process; collective."""
+        found = self._on_any_rank([p.grad is not None for p in params] + [self._has_grad(p) for p in params])
+        return [bool(there and used) for there, used in found.view(2, -1).T.tolist()]
 
     def _has_grad(self, param: torch.Tensor) -> bool:
         return self._names[id(param)] in self._used or (param.grad is not None and bool(_local(param.grad).any()))
@@ -453,16 +514,37 @@ class EngineStrategy(Checkpoints):
 
     def on_train_start(self) -> None:
         """Train or evaluate a model as a checkpoint would hold it, in as many steps on every rank; collective."""
-        trainer = self.lightning_module.trainer
+        module, trainer = self.lightning_module, self.lightning_module.trainer
         numbers = {"train": "num_training_batches", "test": "num_test_batches", "predict": "num_predict_batches"}
         of = numbers.get(trainer.state.stage.value, "num_val_batches")
-        if self.config.is_sharded:  # ranks with more batches than others would wait for these for good
+        if trainer.training:
+            options = options_of(self.optimizers, self.lr_scheduler_configs)
+            check_alike("comparing the ranks", tensors_of(module, is_whole=False) | options)
+        # ranks with more batches than others would wait for these for good
+        if self.config.is_sharded or trainer.training:
             found = Ranks().run("counting batches", lambda: getattr(trainer, of))
-            allowed = "as many on every rank, by a sampler of your own (use_distributed_sampler=False); or engine ddp"
+            allowed = "as many on every rank, by a sampler of your own (use_distributed_sampler=False)"
+            allowed += "" if trainer.training else "; or engine ddp"
             require(found.count(found[0]) == len(found), f"trainer.{of}", " and ".join(map(str, found)), allowed)
         self._sync_buffers()
+        for text in idle_schedulers(trainer, self.lr_scheduler_configs) if trainer.training else ():
+            if dist.get_rank() == 0:
+                _log.warning("%s", text)
+        if of == "num_training_batches":
+            self.check_state()
 
     on_validation_start = on_test_start = on_predict_start = on_train_start
+
+    def on_train_end(self) -> None:
+        """Say where averages of Lightning are still the weights that training began with."""
+        for callback in self.lightning_module.trainer.callbacks:
+            average = getattr(callback, "_average_model", None)
+            if average is not None and not average.n_averaged:
+                text = (
+                    "%s has averaged nothing yet: the model has the weights that training began with, and so have its "
+                )
+                text += "checkpoints, where those of the last step are current_model_state"
+                _log.warning(text, type(callback).__name__)
 
     def average_alone(self) -> None:
         """Average the gradients that no engine reduces, after a backward pass added to equal ones; collective."""
@@ -486,6 +568,9 @@ class EngineStrategy(Checkpoints):
         """Optimizer step; after the first one the dtypes of gradients and moments are compared."""
         result = super().optimizer_step(optimizer, *args, **kwargs)  # type: ignore[misc]
         self._rng_before_window = None
+        if self.config.is_sharded:
+            held = (self._names[id(p)] for group in optimizer.param_groups for p in group["params"])
+            self._used.difference_update(held)
         if self.contract.watching:
             named = self.lightning_module.named_parameters()
             grads = [(name, param.grad) for name, param in named if param.grad is not None]
@@ -503,6 +588,17 @@ class EngineStrategy(Checkpoints):
             lost = f"{where} lost contact: another rank failed, was killed, hangs or is cut off; see its own log"
             exception.add_note(lost if is_lost else f"this was raised on {where}")
         super().on_exception(exception)  # type: ignore[misc]
+
+
+def _ever_averages(callback: Any, trainer: Any) -> bool:
+    """Whether an average of Lightning is updated within ``max_steps``; True for other callbacks."""
+    steps, should = trainer.max_steps, getattr(callback, "should_update", None)
+    epochs = steps if trainer.max_epochs in (None, -1) else min(steps, trainer.max_epochs)
+    return (
+        should is None
+        or any(should(step_idx=step) for step in range(steps))
+        or any(should(epoch_idx=epoch) for epoch in range(epochs))
+    )
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

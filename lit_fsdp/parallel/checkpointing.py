@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,12 +16,15 @@ from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import empty as empty_dtensor
 
 from lit_fsdp.checkpoint import run_folder, store
 from lit_fsdp.checkpoint.importing import read_lightning_file
-from lit_fsdp.checkpoint.manifest import read_manifest
+from lit_fsdp.checkpoint.manifest import Manifest, checked_extra, read_manifest
 from lit_fsdp.checkpoint.ranks import Ranks
+from lit_fsdp.checkpoint.safetensors_file import spec_of
+from lit_fsdp.checkpoint.state import Sharded, decode, with_sharded, without_sharded
 from lit_fsdp.checkpoint.state import refused as refused_in
 from lit_fsdp.checkpoint.store import BackgroundSaver
 from lit_fsdp.checkpoint.verify import sound_checkpoint
@@ -30,6 +34,7 @@ from lit_fsdp.models.optimizers import is_packed
 from lit_fsdp.parallel.precision import DtypeContract, moments
 
 _log = logging.getLogger(__name__)
+_DIFFERS, _OWN = "lit_fsdp.differs", "state-by-rank"  # in the state what differs between ranks, and where that lies
 
 
 class Checkpoints:
@@ -41,7 +46,7 @@ class Checkpoints:
     root_device: torch.device
     lightning_module: Any
     optimizers: list[Any]
-    checkpoint_files: dict[str, Path]
+    checkpoint_files: dict[str, bytes]
     verify_on_load = True  # by hashes; sizes always are
     fallback_checkpoints: Sequence[Path] = ()  # for the next load, in this order, if its checkpoint is damaged
     damaged_checkpoints: Mapping[Path, str] = MappingProxyType({})  # passed over by the last load, with the reason
@@ -51,6 +56,7 @@ class Checkpoints:
     _in_background = False
     _root: nn.Module | None
     _ties: dict[str, str]
+    _files: dict[str, bytes] | None = None  # of the module, as they were before the first step; of rank 0
     _sync_buffers: Callable[[], None]
     _rng_after_load: dict[str, Any] | None = None
     _rng_before_window: dict[str, Any] | None = None
@@ -109,14 +115,8 @@ class Checkpoints:
             self.background.wait()
         path = Path(self.broadcast(str(filepath)))  # type: ignore[attr-defined]
         self._sync_buffers()
-        checkpoint = dict(checkpoint)
-        tensors = {f"model/{name}": tensor for name, tensor in checkpoint.pop("state_dict").items()}
-        groups = []
-        for index, state in enumerate(checkpoint.pop("optimizer_states", [])):
-            groups.append({"param_groups": state["param_groups"]})
-            tensors.update(_flat_optimizer(state, index))
+        tensors, state = self._parted(checkpoint)
         module, step = self.lightning_module, checkpoint.get("global_step")
-        describe, files = getattr(module, "checkpoint_manifest", dict), getattr(module, "checkpoint_files", dict)
         # the order of anybody else's data module is its own business
         locate = getattr(module.trainer.datamodule, "checkpoint_manifest", None)
         position = locate(step) if locate and step is not None and module.trainer.state.fn == "fit" else {}
@@ -129,19 +129,113 @@ class Checkpoints:
             "precision": self.contract.report()["declared"],
             "tied": self._ties,
             "on_signal": self.saves_on_signal,
-            **describe(),
+            **self._described(),
             **position,
         }
         store.save_checkpoint(
             path,
             tensors=tensors,
-            state={**checkpoint, "optimizer_states": groups},
+            state=state,
             manifest=manifest,
             layout=self.config.state_dict,
-            files={**files(), **self.checkpoint_files},
+            files={**(self._built_files() if self._files is None else self._files), **self.checkpoint_files},
             rank_state=self._rng_before_window or self._rng_state(),
             background=self.background if self._in_background else None,
         )
+
+    def _parted(self, checkpoint: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """All tensors to save and the rest, in which what differs between ranks is named; collective."""
+        rest = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
+        tensors = {f"model/{name}": tensor for name, tensor in checkpoint["state_dict"].items()}
+        groups = []
+        for index, optimizer in enumerate(checkpoint.get("optimizer_states", [])):
+            groups.append({"param_groups": optimizer["param_groups"]})
+            tensors.update(_flat_optimizer(optimizer, index))
+        state, sharded = Ranks().own("looking for what to save", lambda: without_sharded(rest))
+        state["optimizer_states"] = groups
+        state[_DIFFERS], own = store.own_parts(state)
+        if own:
+            sharded[_OWN] = self._row(torch.frombuffer(bytearray(own), dtype=torch.uint8))
+        return {**tensors, **sharded}, state
+
+    def _row(self, own: torch.Tensor) -> DTensor:
+        """A matrix of which each rank has the row of its number."""
+        row = own.to(self.root_device)[None]
+        return DTensor.from_local(row, self.mesh, [Shard(0)] * self.mesh.ndim, run_check=False)
+
+    def check_state(self) -> None:
+        """Refuse before the first step what callbacks and modules give and no checkpoint can hold; collective."""
+        trainer = self.lightning_module.trainer
+        if not trainer.checkpoint_callbacks:
+            return
+        optimizers, self.optimizers = self.optimizers, []  # whose state is known, but not there before a step
+        made: list[dict[str, Any]] = []
+
+        def make() -> str:
+            try:
+                made.append(trainer._checkpoint_connector.dump_checkpoint(weights_only=False))
+            except Exception as error:  # of somebody's hook, which may count on a step
+                return repr(error)
+            return ""
+
+        try:
+            failed = [text for text in Ranks().run("making the state to save", make) if text]
+        finally:
+            self.optimizers = optimizers
+        if failed:
+            _log.warning("what a checkpoint will hold cannot be checked before the first step: %s", failed[0])
+            return
+        tensors, _ = self._parted(made[0])
+        specs = {name: spec_of(tensor) for name, tensor in tensors.items()}
+        store.check_alike(Path(trainer.default_root_dir), specs, self.config.state_dict)
+
+    def _target(self, manifest: Manifest, sharded: Sharded, like: DTensor | None) -> torch.Tensor:
+        """A tensor to load a DTensor of the state into: split as it was, or on another mesh as parameters are."""
+        spec = manifest.tensors[sharded.name]
+        dtype, mesh = getattr(torch, spec.dtype), None if like is None else like.device_mesh
+        if mesh is None:
+            return torch.empty(spec.shape, dtype=dtype, device=self.root_device)
+        is_same = manifest.extra.get("mesh") == list(self.mesh.mesh.shape) and len(sharded.dims) == mesh.ndim
+        dims = sharded.dims if is_same else [*[None] * (mesh.ndim - 1), 0 if spec.shape else None]
+        placements = [Replicate() if dim is None else Shard(dim) for dim in dims]
+        return empty_dtensor(spec.shape, dtype=dtype, device_mesh=mesh, placements=placements)
+
+    def _has_own(self, manifest: Manifest, differs: Mapping[str, bool], restores: bool) -> bool:
+        """Whether each rank goes on with what it has saved itself; what can belong to no rank is refused, or said."""
+        ranks, here = manifest.world_size, dist.get_world_size()
+        callbacks = self.lightning_module.trainer.callbacks if restores else ()
+        keys = tuple(f"callbacks.{one.state_key}." for one in callbacks)
+        names = sorted(name for name in differs if not name.startswith("callbacks.") or f"{name}.".startswith(keys))
+        saved = [manifest.extra.get(key) for key in ("engine", "sharding", "mesh")]
+        layout = [self.config.engine, self.config.sharding, list(self.mesh.mesh.shape)]
+        if saved != layout and (parts := [name for name in names if differs[name]]):
+            raise CheckpointError(
+                f"{manifest.folder}: cannot give the ranks tensors that each of {ranks} has saved of its own: "
+                f"{', '.join(parts[:5])}\n  saved with engine, sharding, mesh: {saved}; here: {layout}\n"
+                "  fix: resume as it was saved, leave that callback out, or let it keep DTensors, which are resharded"
+            )
+        if ranks != here and names:
+            text = "%s: differed between the %d ranks that saved it; all %d go on with that of rank 0: %s"
+            _log.warning(text, manifest.folder, ranks, here, ", ".join(names))
+        return ranks == here and bool(differs)
+
+    def _described(self) -> dict[str, Any]:
+        return dict(getattr(self.lightning_module, "checkpoint_manifest", dict)())
+
+    def _built_files(self) -> dict[str, bytes]:
+        return dict(getattr(self.lightning_module, "checkpoint_files", dict)())
+
+    def check_files(self) -> None:
+        """Build on rank 0 what every save writes beside tensors and state, or raise on every rank; collective."""
+        ranks, self._files = Ranks(), None
+
+        def build() -> None:
+            checked_extra({"global_step": 0, **self._described()})
+            self._files = self._built_files()
+
+        if self.lightning_module.trainer.checkpoint_callbacks:
+            ranks.first("building the files of checkpoints", build)
+            self._files = self._files or {}  # nobody asks other ranks for theirs
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load tensors into the sharded model and optimizers; the rest, no pickle, is for Lightning to restore."""
@@ -150,7 +244,8 @@ class Checkpoints:
             return self._load_file(given)
         path = self._sound(given)
         ranks, what = Ranks(), f"reading {path}"
-        state, saved = ranks.own(what, lambda: (store.load_state(path), set(read_manifest(path).tensors)))
+        state, manifest = ranks.own(what, lambda: (store.load_state(path), read_manifest(path)))
+        saved = set(manifest.tensors)
         self._rng_after_load = ranks.own(what, lambda: store.load_state(path, ranks.rank))
         whole = self._whole_state()
         model = self._saved_part(whole)
@@ -162,12 +257,33 @@ class Checkpoints:
             found["state"] = {n: entry for n, entry in found["state"].items() if f"optim{index or ''}/{n}" in names}
             optimizers.append(found)
             templates.update(_flat_optimizer(found, index))
+        skip = set() if self.optimizers else {name for name in saved if name.startswith("optim")}
+        targets: dict[str, torch.Tensor] = {}
+        differs, restores = state.pop(_DIFFERS, {}), self.lightning_module.trainer.state.fn == "fit"
+        if not restores:  # any callback
+            state["callbacks"] = {}
+            skip |= {name for name in saved if name.startswith("state/callbacks/")}
+        has_own = ranks.own(what, lambda: self._has_own(manifest, differs, restores))
+        if has_own:
+            targets[_OWN] = self._row(torch.empty(manifest.tensors[_OWN].shape[1], dtype=torch.uint8))
+        else:
+            skip.add(_OWN)
+        like = next((tensor for tensor in whole.values() if isinstance(tensor, DTensor)), None)
+
+        def target(sharded: Sharded) -> torch.Tensor:
+            return targets.setdefault(sharded.name, self._target(manifest, sharded, like))
+
+        state = ranks.own(what, lambda: with_sharded(state, target))
+        templates |= targets
         strict = self.lightning_module.strict_loading
-        skip = set() if self.optimizers else {name for name in saved if not name.startswith("model/")}
         if not strict:
             templates = {name: tensor for name, tensor in templates.items() if name in saved}
             skip |= saved - templates.keys()
         store.load_tensors(path, templates, skip)
+        if has_own:
+            row = bytes(targets[_OWN].to_local().cpu().numpy())  # type: ignore[attr-defined]
+            own = ranks.own(what, lambda: with_sharded(decode(json.loads(row)), target))
+            state |= {**own, "callbacks": {**state.get("callbacks", {}), **own.get("callbacks", {})}}
         strict = strict and len(model) == len(whole)
         if self.config.engine == "fsdp1":  # which warns of each parameter that it is not given
             model = {**whole, **model}
@@ -179,7 +295,7 @@ class Checkpoints:
         ):
             # an imported checkpoint brings none: what the recipe says holds
             found["param_groups"] = before["param_groups"] or found["param_groups"]
-            self._set_optimizer(optimizer, found, dcp_state.StateDictOptions(strict=False))
+            self.set_optimizer_state(optimizer, found, dcp_state.StateDictOptions(strict=False))
         self._check_parameters("after resume", self.optimizers)
         if not self.config.is_sharded:
             state["state_dict"] = model  # where Lightning's WeightAveraging looks for its averages
@@ -200,7 +316,7 @@ class Checkpoints:
             groups = [{**group, "params": [names[p] for p in group["params"]]} for group in saved["param_groups"]]
             state = {"state": {names[p]: entry for p, entry in saved["state"].items()}, "param_groups": groups}
             lenient = dcp_state.StateDictOptions(full_state_dict=True, strict=False)  # unused ones have no state
-            self._set_optimizer(optimizer, state, lenient)
+            self.set_optimizer_state(optimizer, state, lenient)
         self._check_parameters("after resume", self.optimizers)
         return content
 
@@ -214,7 +330,8 @@ class Checkpoints:
             given, allowed = "; ".join(refused.values()), "plain Python data, NumPy data and tensors"
             require(not refused, f"{type(owner).__name__}.hparams", given, allowed, fix)
 
-    def _set_optimizer(self, optimizer: Any, saved: Any, options: dcp_state.StateDictOptions) -> None:
+    def set_optimizer_state(self, optimizer: Any, saved: Any, options: dcp_state.StateDictOptions) -> None:
+        """Give an optimizer a state as :meth:`optimizer_state` has it."""
         if saved["state"]:
             dcp_state.set_optimizer_state_dict(self._state_owner(), optimizer, saved, options=options)
             return

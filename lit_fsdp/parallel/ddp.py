@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lit_fsdp.parallel.base import EngineStrategy
-from lit_fsdp.parallel.materialize import Materializer
+from lit_fsdp.parallel.materialize import Materializer, has_meta
 from lit_fsdp.parallel.precision import TORCH_DTYPES
 from lit_fsdp.parallel.units import UnitPlan
 
@@ -26,6 +26,13 @@ class ReplicatedStrategy(EngineStrategy, DDPStrategy):
 
     def load_model_state_dict(self, *_: Any, **__: Any) -> None:
         """Nothing: :meth:`load_checkpoint` has loaded it."""
+
+    def teardown(self) -> None:
+        """As Lightning's, which moves the model to the host, but not one that an error has left on meta."""
+        module = self._lightning_module
+        self._lightning_module = None if module is not None and has_meta(module) else module
+        super().teardown()
+        self._lightning_module = module
 
     def _no_sync(self) -> AbstractContextManager[Any]:
         return self._root.no_sync() if isinstance(self._root, DistributedDataParallel) else nullcontext()

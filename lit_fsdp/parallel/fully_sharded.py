@@ -97,10 +97,11 @@ def _reduce_unused(root: Any) -> None:
     if hasattr(root, "set_reduce_scatter_unused_params"):
         root.set_reduce_scatter_unused_params(True)
         return
-    # torch < 2.13 has no such choice; private names are safe in releases that have ended: delete when the minimum is 2.13
-    units = [unit for unit in root.modules() if isinstance(unit, FSDPModule)]
-    for group in filter(None, (unit._get_fsdp_state()._fsdp_param_group for unit in units)):
-        group.post_backward = functools.partial(_post_backward_with_zeros, group)
+    # torch < 2.13, which ended with these private names: delete when the minimum is 2.13
+    for unit in root.modules():
+        group: Any = unit._get_fsdp_state()._fsdp_param_group if isinstance(unit, FSDPModule) else None
+        if group is not None:  # the unit has parameters of its own
+            group.post_backward = functools.partial(_post_backward_with_zeros, group)
 
 
 def _post_backward_with_zeros(group: Any, *unused: Any) -> None:

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from lit_fsdp.config.strategy import NonFinite
 from lit_fsdp.errors import NonFiniteGradientError
+from lit_fsdp.parallel.alike import are_alike, check_alike, marks, options_of
 
 _log = logging.getLogger(__name__)
 _SKIPPED_IN_A_ROW = 10
@@ -36,6 +37,7 @@ class GuardedSteps(Precision):
     """
 
     last_grad_norm: torch.Tensor | None = None  # before clipping; an fp32 scalar, equal on all ranks of a copy
+    _marks: torch.Tensor  # over all ranks; see are_alike
     autocast: tuple[str, torch.dtype] | None = None  # device type and dtype of the LightningModule's steps
 
     def __init__(self, policy: NonFinite, is_fp16: bool, strategy: Any) -> None:
@@ -95,18 +97,20 @@ class GuardedSteps(Precision):
         params, used = self.strategy.used_params(optimizer)
         if self.loss_scale is not None:
             scale_grads(optimizer, 1.0 / self.loss_scale)
-        self.last_grad_norm = None
+        self.last_grad_norm, self._marks = None, torch.zeros(2, dtype=torch.float64, device=self.strategy.root_device)
         self._after_closure(model, optimizer)
         norm = self._measure(optimizer) if self.last_grad_norm is None else self.last_grad_norm
-        norm = norm.to(self.strategy.root_device, copy=True)
         if self.strategy.has_copies:  # a copy that alone went wrong must not be the only one to skip
-            dist.all_reduce(norm)
+            norm = self._all_reduce(norm, optimizer, None)
         # the one time that a step waits for the device
-        norm_and_used = torch.cat([norm.view(1), used.to(norm)]).tolist()
-        for param, is_used in zip(params, norm_and_used[1:], strict=True):
+        norm = norm.to(self._marks).view(1)
+        norm_of_all, mark, square, *is_used_at_all = torch.cat([norm, self._marks, used.to(norm)]).tolist()
+        if not are_alike(mark, square, self.strategy.world_size):  # as by a schedule, or hooks before this step
+            check_alike("comparing optimizers", options_of([optimizer]))
+        for param, is_used in zip(params, is_used_at_all, strict=True):
             if not is_used:
                 param.grad = None
-        if not self.allows(norm_and_used[0]):
+        if not self.allows(norm_of_all):
             optimizer._opt_called = True  # else the schedule warns that no step came before its own
             return result
         self.strategy.reshard()
@@ -130,10 +134,15 @@ class GuardedSteps(Precision):
             local = [t for t in local if t.dim()]
         norms = torch._foreach_norm(local, 2, dtype=torch.float32) if local else [torch.zeros(())]
         squared = torch.stack([*norms]).square().sum().to(self.strategy.root_device)
-        if group is not None:
-            dist.all_reduce(squared, group=group)
-        self.last_grad_norm = squared.sqrt()
+        self.last_grad_norm = (squared if group is None else self._all_reduce(squared, optimizer, group)).sqrt()
         return self.last_grad_norm
+
+    def _all_reduce(self, value: torch.Tensor, optimizer: Any, group: dist.ProcessGroup | None) -> torch.Tensor:
+        """The sum of a 0-dim tensor over ranks; what tells whether their optimizers are alike travels with it."""
+        sums = torch.cat([value.view(1).double(), marks(optimizer).to(value.device)])
+        dist.all_reduce(sums, group=group)
+        self._marks = sums[1:]
+        return sums[0].to(value.dtype)
 
 
 def scale_grads(optimizer: Any, factor: torch.Tensor | float) -> None:

@@ -70,6 +70,11 @@ class Materializer:
         return nn.Parameter(filled, param.requires_grad)
 
 
+def has_meta(module: nn.Module) -> bool:
+    """Whether any of its tensors is not filled yet, as after an error before that, which nothing may hide."""
+    return any(tensor.is_meta for tensors in (module.parameters(), module.buffers()) for tensor in tensors)
+
+
 def reset_parameters_reader(seed: int) -> Reader:
     """A reader for modules of other people on meta: each module's own ``reset_parameters``, seeded by its name."""
 

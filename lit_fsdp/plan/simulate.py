@@ -201,6 +201,9 @@ def _simulate(hf_config: Any, run: RunConfig, strategy: StrategyConfig) -> _Watc
     shape = mesh_shape(strategy, run.num_nodes, run.world_size or 1)
     names = ("replicate", "shard") if shape[0] > 1 else ("shard",)
     mesh = init_device_mesh("cpu", shape[-len(names) :], mesh_dim_names=names)
+    for layer in quantized_layers(holder).values():  # torch 2.11 makes no tensor without values of a subclass
+        packed = torch.empty(layer.weight.shape, dtype=layer.weight.dtype, device="meta")
+        layer.weight = torch.nn.Parameter(packed, requires_grad=False)
     with FakeTensorMode(allow_non_fake_inputs=True):
         holder.to_empty(device="cpu")
         model.tie_weights()

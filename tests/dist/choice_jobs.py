@@ -148,6 +148,9 @@ def look(folder: str, strategy: dict[str, Any], steps: int = 3, **options: Any) 
     fsdp1 = [m for m in units if isinstance(m, FullyShardedDataParallel)]
     fsdp2: list[Any] = [m for m in units if isinstance(m, FSDPModule)]
     states = [m._get_fsdp_state() for m in fsdp2]
+    # torch < 2.13 has one for each unit
+    each = (getattr(s, "_fsdp_param_groups", None) or [getattr(s, "_fsdp_param_group", None)] for s in states)
+    groups = [group for some in each for group in some if group is not None]
     return found | {
         "planned": sorted(live.plan.modules) if live.plan else None,
         "realized": sorted(units_already_wrapped(live.lightning_module)),
@@ -159,8 +162,8 @@ def look(folder: str, strategy: dict[str, Any], steps: int = 3, **options: Any) 
         "limit_all_gathers": sorted({m.limit_all_gathers for m in fsdp1}),
         "forward": [list(map(states.index, s._states_to_forward_prefetch)) for s in states],
         "backward": [list(map(states.index, s._states_to_backward_prefetch)) for s in states],
-        "offload": sorted({type(g.offload_policy).__name__ for s in states for g in s._fsdp_param_groups}),
-        "reshards": sorted({str(g.post_forward_mesh_info is not None) for s in states for g in s._fsdp_param_groups}),
+        "offload": sorted({type(group.offload_policy).__name__ for group in groups}),
+        "reshards": sorted({str(group.post_forward_mesh_info is not None) for group in groups}),
         "backend": str(dist.get_backend_config()),
         "reads_parts": any(parts),
         "timeouts": [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,13 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch import callbacks as lightnings
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities import grad_norm
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader
 
+from lit_fsdp import grad_norms
 from lit_fsdp.errors import ConfigError
 from tests.dist.jobs import here, trainer_for
 
@@ -102,6 +107,37 @@ class StepLosses(Callback):
         self.validation_batches += 1
 
 
+class TellsNorms(ForeignNet):
+    """Asks for the norms of its gradients before each step; one layer has none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.never, self.found = torch.nn.Linear(3, 3), {}
+
+    def training_step(self, batch: tuple[torch.Tensor, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        return super().training_step(batch, batch_idx) + 0 * self.head.bias.sum()
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        asked = [(self, power) for power in (1, 2, "inf")] + [(self.layers, 2)]
+        self.found = {f"{power}{n}": grad_norms(part, power) for n, (part, power) in enumerate(asked)}
+        try:
+            self.found |= {f"{power}{n}": grad_norm(part, power) for n, (part, power) in enumerate(asked)}
+        except ConfigError as error:
+            self.found["error"] = str(error)
+
+
+def norms(strategy: dict[str, Any]) -> dict[str, Any]:
+    """Norms of the second step; Lightning's own in place of ours where it gives some."""
+    torch.manual_seed(11)
+    net = TellsNorms()
+    trainer_for({"precision": "fp32", **strategy}, [], max_steps=2).fit(net, loader(range(2)))
+    error = net.found.pop("error", "")
+    return {
+        "error": error,
+        **{word: {key: float(value) for key, value in of.items()} for word, of in net.found.items()},
+    }
+
+
 def plain_losses(net: Any, steps: Iterable[int], clip: Callable[[Any], object] = list) -> list[float]:
     """Losses of these steps in a plain loop over whole batches, in one process."""
     made, losses, schedule = net.configure_optimizers(), [], None
@@ -162,3 +198,49 @@ def train_foreign(
         "kept": sorted(Path(path).name for path in saver.best_k_models) if saver else None,
         "test_loss": trainer.test(module, loader([0]), verbose=False)[0]["test_loss"],
     }
+
+
+class OnDTensors(ForeignNet):
+    """Comes with a layer under tensor parallelism."""
+
+    def configure_model(self) -> None:
+        mesh = init_device_mesh("cpu", (here()[1],))
+        parallelize_module(self.layers[1][0], mesh, ColwiseParallel())
+
+
+class OneScheduler(ForeignNetWithValidation):
+    """With a scheduler as it is given."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__()
+        self.given = given
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        kind = (
+            torch.optim.lr_scheduler.ReduceLROnPlateau if "monitor" in self.given else torch.optim.lr_scheduler.StepLR
+        )
+        made: Any = kind(optimizer, patience=0) if "monitor" in self.given else kind(optimizer, 1)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": made, **self.given}}
+
+
+def idle(cases: list[tuple[dict[str, Any], dict[str, Any]]], engine: str) -> list[list[str]]:
+    """What is warned of each scheduler in a run with these options, eight batches per epoch."""
+    said: list[list[str]] = []
+    log, handler = logging.getLogger("lit_fsdp"), logging.Handler()
+    handler.emit = lambda record: said[-1].append(record.getMessage())  # type: ignore[method-assign]
+    log.addHandler(handler)
+    for given, options in cases:
+        said.append([])
+        trainer = trainer_for({"engine": engine, "precision": "fp32"}, [], **options)
+        trainer.fit(OneScheduler(**given), loader(range(8)), loader([100]))
+    return said
+
+
+def on_dtensors(engine: str) -> str:
+    """The error of a module under tensor parallelism."""
+    try:
+        trainer_for({"engine": engine, "precision": "fp32"}, [], max_steps=1).fit(OnDTensors(), loader([0]))
+    except ConfigError as error:
+        return str(error)
+    return ""

@@ -17,7 +17,7 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, IterableDataset
 
-from lit_fsdp import CausalLMModule, Checkpoint, fsdp_strategy
+from lit_fsdp import CausalLMModule, Checkpoint, EMAWeights, fsdp_strategy
 from tests.dist.reference import LEARNING_RATE, ROWS, global_batch
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -176,16 +176,26 @@ def train(
     optim: dict[str, Any] | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """A run; with ``run`` it saves there, and keeps its whole live weights beside the checkpoints as ``live.pt``."""
-    saving = [Checkpoint(every_steps=every, keep_last=-1)] if run else []
+    """A run; with ``run`` it saves there, and keeps its whole live weights beside the checkpoints as ``live.pt``.
+
+    Their averages are ``averages.pt``.
+    """
+    ema = EMAWeights(decay=0.5)
+    saving = [ema, Checkpoint(every_steps=every, keep_last=-1)] if run else []
     data = TinyDataWithValidation() if "val_check_interval" in options else None
     module = module_for(folder, model, **(optim or {}))
     trainer, found = fit(module, strategy, saving, data, default_root_dir=run, **options)
     if run:
-        state = {name: whole(t) for name, t in trainer.strategy.lightning_module_state_dict().items()}
-        if trainer.is_global_zero:
-            torch.save({name.removeprefix("model."): tensor for name, tensor in state.items()}, f"{run}/live.pt")
+        keep_whole(trainer, f"{run}/live.pt", trainer.strategy.lightning_module_state_dict())
+        keep_whole(trainer, f"{run}/averages.pt", ema.state_dict()["weights"])
     return found
+
+
+def keep_whole(trainer: Trainer, path: str, tensors: dict[str, Any]) -> None:
+    """Save them all under their names in the transformers model."""
+    found = {name.removeprefix("model."): whole(tensor) for name, tensor in tensors.items()}
+    if trainer.is_global_zero:
+        torch.save(found, path)
 
 
 def program(words: list[str], cwd: str) -> None:

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import EMAWeightAveraging, LambdaCallback, LearningRateFinder
+from lightning.pytorch.callbacks import BatchSizeFinder, EMAWeightAveraging, LambdaCallback, LearningRateFinder
+from lightning.pytorch.loggers.logger import DummyLogger
 from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits, mse_loss
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
+from lit_fsdp import CausalLMModule
 from lit_fsdp.errors import ConfigError
-from tests.dist.foreign_jobs import ForeignNetWithValidation, foreign_rows, loader
+from tests.dist.foreign_jobs import ForeignNetWithValidation, foreign_rows, loader, own_part
 from tests.dist.jobs import trainer_for, whole
 
 
@@ -268,6 +272,39 @@ class Tuned(ForeignNetWithValidation):
         return torch.optim.AdamW(self.parameters(), lr=self.lr)
 
 
+class Unlike(ForeignNetWithValidation):
+    """In one respect not the same on rank 1."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what if int(os.environ["RANK"]) else ""
+        for name in {"parameter": ["more"], "shape": ["scale"]}.get(self.what, []):
+            self.register_parameter(name, nn.Parameter(torch.ones(6)))
+        if self.what == "order":
+            self.layers = self._modules.pop("layers")
+        if self.what == "buffer":
+            self.register_buffer("more", torch.ones(6))
+        self.head.to(torch.float64 if self.what == "dtype" else None).requires_grad_(self.what != "frozen")
+
+    def on_fit_start(self) -> None:
+        self.scale.requires_grad_(self.what != "frozen later")
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.what == "at once":
+            optimizer.param_groups[0]["lr"] = 0.5
+
+    def configure_optimizers(self) -> Any:
+        groups: list[Any] = [{"params": [*self.layers.parameters(), self.scale]}, {"params": self.head.parameters()}]
+        groups[1]["weight_decay"] = 0.3 if self.what == "decay" else 0.1
+        cls: Any = torch.optim.Adam if self.what == "class" else torch.optim.AdamW
+        optimizer = cls([{"params": self.parameters()}] if self.what == "group" else groups, lr=1e-2)
+        factor = 0.25 if self.what == "function" else 0.5
+        one = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: factor**step)
+        other = torch.optim.lr_scheduler.StepLR(optimizer, 2 if self.what == "schedule" else 1)
+        moved = {"scheduler": one, "interval": "epoch" if self.what == "interval" else "step"}
+        return [optimizer], [moved, other][: 1 if self.what == "scheduler" else 2]
+
+
 class Detached(ForeignNetWithValidation):
     """Makes its optimizer before anything is sharded."""
 
@@ -374,3 +411,84 @@ def refused(module: str, strategy: dict[str, Any], again: dict[str, Any] | None 
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
+
+
+def unlike(whats: list[str], strategy: dict[str, Any]) -> list[list[Any]]:
+    """The error of fits in which rank 1 is not as the others, and the optimizer steps before it."""
+    found: list[list[Any]] = []
+    for what in whats:
+        trainer = _trainer(strategy, max_epochs=1)
+        try:
+            trainer.fit(Unlike(what), loader(range(4)))
+        except ConfigError as error:
+            found.append([str(error).splitlines()[0], trainer.global_step])
+    return found
+
+
+class Endless(IterableDataset[Any]):
+    """Batches of a number that nobody knows."""
+
+    def __init__(self, batches: int) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from map(own_part, range(self.batches))
+
+
+def ended(
+    strategy: dict[str, Any], batches: list[int], verb: str = "fit", kinds: tuple[str, ...] = ("", "")
+) -> list[Any] | str:
+    """Batches seen of so many per rank, twice in ``fit``, optimizer steps of two each, and what is said of them."""
+    said: list[str] = []
+    logging.getLogger("lit_fsdp.parallel.alike").addFilter(lambda record: bool(said.append(record.getMessage())))
+    rank, seen = int(os.environ["RANK"]), [0]
+
+    def count(*_: Any) -> None:
+        seen[0] += 1
+
+    hooks: dict[str, Any] = {f"on_{name}_batch_end": count for name in ("train", "validation", "test", "predict")}
+    trainer = _trainer(strategy, LambdaCallback(**hooks), max_epochs=2, accumulate_grad_batches=2)
+    endless: Any = DataLoader(Endless(batches[rank]), batch_size=None)
+    given = {"": endless, "length": loader(range(batches[rank])), "generator": (batch for batch in endless)}[
+        kinds[rank]
+    ]
+    try:
+        getattr(trainer, verb)(ForeignNetWithValidation(), given)
+    except ConfigError as error:
+        return str(error).splitlines()[0]
+    if verb == "fit" and not kinds[rank]:
+        assert isinstance(trainer.train_dataloader, DataLoader)
+        assert trainer.train_dataloader.__dict__ is given.__dict__
+        assert type(given) is DataLoader
+    return [seen[0], trainer.global_step, *said]
+
+
+def ended_early(folder: str, strategy: dict[str, Any] | str, ours: bool = True) -> list[list[str]]:
+    """Per stage at which a fit fails, with a model on meta, the errors that are shown, the last one last."""
+    found = []
+    for where in EARLY if ours else EARLY[:2]:
+
+        def fail(*_: Any, where: str = where, **__: Any) -> Any:
+            raise KeyboardInterrupt if where == "Ctrl-C" else ArithmeticError
+
+        module: Any = CausalLMModule(name=folder).build() if ours else PartlyMeta()
+        hooks: dict[str, Any] = {"setup": fail} if where in ("callback", "Ctrl-C") else {}
+        trainer = _trainer(strategy, LambdaCallback(**hooks), max_steps=1)
+        if where == "logger":
+            trainer.logger = type("Failing", (DummyLogger,), {"experiment": property(fail)})()
+        elif where == "batch sizes":
+            trainer.callbacks.append(BatchSizeFinder())
+        elif not hooks:
+            setattr(module, where, fail)
+        found.append([])
+        try:
+            trainer.fit(module, loader([0]), [loader([0]), loader([0])])
+        except BaseException as error:
+            shown: BaseException | None = error
+            while shown is not None:
+                found[-1].insert(0, type(shown).__name__)
+                shown = shown.__context__
+    return found
+
+
+EARLY = ["callback", "Ctrl-C", "logger", "setup", "configure_model", "read_tensor", "batch sizes"]

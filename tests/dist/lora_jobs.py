@@ -9,7 +9,7 @@ import torch
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from transformers import AutoModelForCausalLM
 
-from lit_fsdp import Checkpoint
+from lit_fsdp import Checkpoint, EMAWeights
 from lit_fsdp.checkpoint import export as export_module
 from lit_fsdp.config.model import LoraConfig, ModelConfig
 from lit_fsdp.models.build import build_on_meta
@@ -18,7 +18,7 @@ from lit_fsdp.models.resolve import resolve_model
 from lit_fsdp.models.tokenizers import miniature_tokenizer
 from lit_fsdp.models.weights import open_weights
 from lit_fsdp.parallel import activation
-from tests.dist.jobs import Rows, TinyData, fit, module_for, program, whole
+from tests.dist.jobs import Rows, TinyData, fit, keep_whole, module_for, program, whole
 from tests.dist.reference import global_batch, loop, step_loss
 
 SEED = 11
@@ -29,7 +29,8 @@ def train_lora(
 ) -> dict[str, Any]:
     """Ten steps; what a run finds, what is trained, and whether the frozen rest stayed as it was; every fifth saved."""
     activation.BACKEND = "aot_eager"  # of what it compiles, as inductor takes minutes on two ranks
-    callbacks = [] if run is None else [Checkpoint(every_steps=5)]
+    ema = EMAWeights(decay=0.5)
+    callbacks = [] if run is None else [ema, Checkpoint(every_steps=5)]
     module = module_for(folder, model)
     trainer, found = fit(module, strategy, callbacks, seed=SEED, default_root_dir=run, ckpt_path=ckpt_path)
     names = {name.replace("_fsdp_wrapped_module.", ""): param for name, param in module.named_parameters()}
@@ -37,6 +38,8 @@ def train_lora(
     owner = live.model if strategy["engine"] == "fsdp1" else module
     state = {name: t for name, t in get_model_state_dict(owner).items() if name in names}  # a checkpoint's is a part
     full = {name.removeprefix("model."): whole(tensor) for name, tensor in state.items()}
+    if run is not None:
+        keep_whole(trainer, f"{run}/averages.pt", ema.state_dict()["weights"])
     base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
     kept = {name.replace(".base_layer", ""): t for name, t in full.items() if "lora_" not in name}
     if run is not None and trainer.is_global_zero:

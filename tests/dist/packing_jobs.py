@@ -90,10 +90,10 @@ def _place_as_angle(self: Any, x: torch.Tensor, position_ids: torch.Tensor) -> t
     return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
 
 
-def validate_run(folder: str, data: dict[str, Any], strategy: dict[str, Any]) -> float:
+def validate_run(folder: str, data: dict[str, Any], strategy: dict[str, Any]) -> dict[str, float]:
     trainer = trainer_for({"precision": "fp32", **strategy}, [])
     (metrics,) = trainer.validate(CausalLMModule(name=folder), CausalLMDataModule(**data), verbose=False)
-    return metrics["val_loss"]
+    return dict(metrics)
 
 
 def train_with_loss(strategy: dict[str, Any], model: dict[str, Any]) -> dict[str, Any]:

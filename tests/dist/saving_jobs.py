@@ -7,22 +7,30 @@ import functools
 import logging
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, LambdaCallback, ModelCheckpoint
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import (
+    EMAWeightAveraging,
+    GradientAccumulationScheduler,
+    LambdaCallback,
+    ModelCheckpoint,
+)
 from torch.utils.data import DataLoader
 
-from lit_fsdp import Checkpoint
+from lit_fsdp import Checkpoint, EMAWeights
+from lit_fsdp.callbacks.stop import StopOnSignal, StopRequested
 from lit_fsdp.checkpoint import disk_space, run_folder
 from lit_fsdp.checkpoint.manifest import read_manifest
 from lit_fsdp.checkpoint.run_folder import checkpoints
 from lit_fsdp.errors import CheckpointError, ConfigError
 from lit_fsdp.parallel.base import EngineStrategy
-from tests.dist.foreign_jobs import ForeignNet, StepLosses, loader
-from tests.dist.jobs import trainer_for, whole
+from lit_fsdp.signals import SignalFlags
+from tests.dist.foreign_jobs import ForeignNet, ForeignNetWithValidation, StepLosses, loader
+from tests.dist.jobs import local, trainer_for, whole
 
 
 class OwnMetric(ForeignNet):
@@ -95,16 +103,39 @@ class Described(ForeignNet):
         self.save_hyperparameters()
 
 
-def refused_hyperparameters(strategy: dict[str, Any], run: str, saves: bool) -> tuple[str, int]:
+class Unwritable(ForeignNet):
+    """Wants checkpoints to have a value that is no JSON, or a file that cannot be made."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        setattr(self, name, self.fail if name == "checkpoint_files" else lambda: {"made_by": object()})
+
+    def fail(self) -> dict[str, bytes]:
+        raise NotImplementedError("this tokenizer cannot be saved")
+
+
+def said_at_the_start(
+    strategy: dict[str, Any], run: str, saves: bool, unwritable: str | None = None
+) -> tuple[str, int]:
     """What the start of a training says, and how many steps it takes."""
     module = Described(3, torch.nn.Linear, {"lr": 0.1, "make": functools.partial(print)})
+    module = Unwritable(unwritable) if unwritable else module
     options = {"enable_checkpointing": saves, "max_steps": 1, "default_root_dir": run}
     trainer = trainer_for({"precision": "fp32", **strategy}, [], **options)
     try:
         trainer.fit(module, loader([0]))
-    except ConfigError as error:
+    except (ConfigError, CheckpointError) as error:
         return str(error), trainer.global_step
     return "", trainer.global_step
+
+
+def warnings_said() -> list[str]:
+    """What is said from now on."""
+    messages: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("lit_fsdp").addHandler(handler)
+    return messages
 
 
 def train_where_nothing_can_be_removed(strategy: dict[str, Any], run: str, lightnings: bool) -> dict[str, Any]:
@@ -114,10 +145,7 @@ def train_where_nothing_can_be_removed(strategy: dict[str, Any], run: str, light
         names = {"filename": "step-0000000{step}", "auto_insert_metric_name": False}
         saving = ModelCheckpoint(f"{run}/checkpoints", every_n_train_steps=1, **names)
     trainer = trainer_for({"precision": "fp32", **strategy}, [saving], max_steps=3, default_root_dir=run)
-    messages: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("lit_fsdp").addHandler(handler)
+    messages = warnings_said()
 
     def busy(path: Path, ignore_errors: bool = False) -> None:
         if not ignore_errors:
@@ -174,6 +202,142 @@ def train_changed(
     live: Any = trainer.strategy
     end = {name: float(whole(t).sum()) for name, t in live.lightning_module_state_dict().items()}
     return {"start": sums, "steps": steps, "end": end, "losses": losses.values}
+
+
+class Keeper(Callback):
+    """Somebody's callback and the state it keeps: what ``kind`` makes of this rank and its shards after each step."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.kept: Any = None
+        self.given: Any = None
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        live: Any = trainer.strategy
+        rank, tensors = trainer.global_rank, live.lightning_module_state_dict()
+        numbers = {"seen": {str(rank): rank + 0.5, "step": trainer.global_step}, "last": [rank, None][rank % 2]}
+        kinds: dict[str, Callable[[], Any]] = {
+            "shards": lambda: [local(param).detach().clone() for param in pl_module.parameters()],
+            "sharded": lambda: {"all": [None, ({name: tensor.clone() * 2 for name, tensor in tensors.items()},)]},
+            "numbers": lambda: numbers,
+            "odd": lambda: {
+                "a": torch.arange(rank + 1),
+                "no": torch.zeros(0, 3),
+                "b": (torch.ones(2, rank), {7: rank}),
+            },
+            "first": lambda: None if rank else {"words": ["a", torch.ones(2)]},
+            "lambda": lambda: {"x": [print]},
+            "one rank's": lambda: {"x": None if rank else next(iter(tensors.values()))},
+        }
+        found = kinds[self.kind]()
+        self.kept = {} if found is None else {"it": found}
+
+    on_train_batch_end = on_train_start
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.kept
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.given = state_dict
+
+
+class Keeping(ForeignNet):
+    """Saves the same beside its weights."""
+
+    def __init__(self, keeper: Keeper) -> None:
+        super().__init__()
+        self.keeper = keeper
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["mine"] = {"of_module": self.keeper.kept}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.given = checkpoint["mine"]["of_module"]
+
+
+def alike(one: Any, other: Any) -> bool:
+    """Of the same types, the same bits, and split in the same way."""
+    if isinstance(one, torch.Tensor):
+        same = [(t.shape, t.dtype, getattr(t, "placements", None)) for t in (one, other)]
+        return same[0] == same[1] and torch.equal(local(one), local(other))
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(alike(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return type(one) is type(other) and len(one) == len(other) and all(map(alike, one, other))
+    return bool(one == other)
+
+
+def plain(value: Any) -> Any:
+    """As JSON, with tensors whole."""
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    return (
+        [plain(item) for item in value]
+        if isinstance(value, (list, tuple))
+        else whole(value).tolist()
+        if torch.is_tensor(value)
+        else value
+    )
+
+
+def keep(strategy: dict[str, Any], run: str, kind: str, ckpt_path: str | None = None) -> dict[str, Any]:
+    """Two steps and a resume, or the resume of another job's: what was kept and is given back, what is said."""
+    messages, before = warnings_said(), None
+    for start in (ckpt_path,) if ckpt_path else (None, f"{run}/step=2.ckpt"):
+        torch.manual_seed(3)
+        keeper = Keeper(kind)
+        module, saving = Keeping(keeper), ModelCheckpoint(run, filename="{step}", every_n_train_steps=2)
+        options = {"max_steps": 3 if start else 2, "default_root_dir": run}
+        trainer = trainer_for({"precision": "fp32", **strategy}, [keeper, saving], **options)
+        try:
+            trainer.fit(module, loader(range(4)), ckpt_path=start)
+        except CheckpointError as error:
+            return {"error": str(error), "steps": trainer.global_step}
+        before = before or keeper.kept
+    same = alike(before, keeper.given) and alike(before, module.given)
+    return {"same": same, "given": plain(keeper.given), "said": messages}
+
+
+def average(
+    strategy: dict[str, Any],
+    run: str,
+    ckpt_path: str | None = None,
+    stops: bool = False,
+    steps: int = 8,
+    lightnings: bool = False,
+    **options: Any,
+) -> dict[str, Any]:
+    """Two epochs of four steps with a validation after each second step; ``stops``: by a signal in step 4.
+
+    On rank 1 the module starts from other weights; what stops and saves comes before the averages.
+    """
+    torch.manual_seed(11 + int(os.environ["RANK"]))
+    flags, found = SignalFlags(), {"val": [], "error": "", "said": warnings_said()}  # type: ignore[var-annotated]
+
+    def stop(trainer: Trainer, *_: Any) -> None:
+        flags.terminated = stops and trainer.global_step == 3 and trainer.is_global_zero
+
+    def note(trainer: Trainer, *_: Any) -> None:
+        found["val"].append(float(trainer.callback_metrics["val_loss"]))
+
+    watch = LambdaCallback(on_train_batch_start=stop, on_validation_end=note)
+    ema: Any = EMAWeightAveraging(decay=0.5, **options) if lightnings else EMAWeights(decay=0.5, **options)
+    callbacks: list[Any] = [watch, StopOnSignal(flags), ema, Checkpoint(every_steps=4, keep_last=-1)]
+    if lightnings:
+        callbacks.sort(key=lambda one: one is not ema)
+    limits = {"max_steps": steps, "max_epochs": 2, "default_root_dir": run, "val_check_interval": 2}
+    trainer = trainer_for({"precision": "fp32", **strategy}, callbacks, **limits)
+    module = ForeignNetWithValidation()
+    try:
+        trainer.fit(module, loader(range(4)), loader((100, 101)), ckpt_path=ckpt_path)
+    except (StopRequested, CheckpointError, ConfigError) as error:
+        found["error"] = str(error)
+    if found["error"] and not trainer.global_step:
+        return found
+    live: Any = trainer.strategy
+    kept = ema.state_dict()["weights"] if not lightnings else {}
+    weights = {name: local(param).flatten().tolist() for name, param in module.named_parameters()}
+    return {**found, "averages": plain(kept), "live": plain(live.lightning_module_state_dict()), "own": weights}
 
 
 class WideNet(LightningModule):

@@ -74,7 +74,7 @@ def test_ddp_replaces_what_is_about_shards_and_says_so(tiny_model: Path) -> None
 
 
 def test_reductions_are_held_back_until_the_last_micro_batch(tiny_model: Path) -> None:
-    """Gradients that are held back add up in the dtype of the reductions."""
+    """Gradients that are held back add up in the dtype of the reductions; of tied weights only from torch 2.15 on."""
     for engine, sharding, precision in (
         ("fsdp2", "full_shard", "mixed"),
         ("fsdp1", "full_shard", "fp32"),
@@ -88,7 +88,7 @@ def test_reductions_are_held_back_until_the_last_micro_batch(tiny_model: Path) -
         assert num >= 1
         assert each["reductions"] == [num] * 9
         assert last["reductions"] == [0, 0, num] * 3
-        assert last["losses"] == pytest.approx(each["losses"], rel=1e-5 if precision == "mixed" else 1e-6)
+        assert last["losses"] == pytest.approx(each["losses"], rel=5e-5 if precision == "mixed" else 1e-6)
         assert set(last["dtypes"]["realized"]["reductions"]) == {"fp32"}
 
 

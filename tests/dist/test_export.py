@@ -41,9 +41,13 @@ def test_logits_of_the_live_model(
     on_ranks("train", 2, folder=folder, run=tmp_path, strategy=strategy, steps=3, every=3)
     state = torch.load(tmp_path / "live.pt", weights_only=True)
     checkpoint = tmp_path / "checkpoints" / "step-00000003"
-    for dtype in ("fp32", "bf16", None):
-        out = tmp_path / f"out-{dtype}"
-        export(checkpoint, out, dtype=dtype)
+    averages = torch.load(tmp_path / "averages.pt", weights_only=True)
+    assert {tensor.dtype for tensor in averages.values()} == {torch.float32}
+    live_state = state
+    for dtype, ema in (("fp32", True), ("fp32", False), ("bf16", False), (None, True), (None, False)):
+        out = tmp_path / f"out-{dtype}{'-ema' * ema}"
+        export(checkpoint, out, dtype=dtype, ema=ema)
+        state = {**live_state, **averages} if ema else live_state
         kept = torch.bfloat16 if dtype == "bf16" or ("precision" in strategy and dtype is None) else torch.float32
         loaded, info = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
         assert loaded.dtype == kept

@@ -91,16 +91,58 @@ def test_lightnings_checkpoints_are_kept_and_resumed_but_are_no_transformers_mod
     assert not (tmp_path / "out").exists()
 
 
-def test_averages_of_shards_are_refused_and_pruning_too() -> None:
+def test_callbacks_that_need_whole_weights_or_other_batches_are_refused() -> None:
     cases: tuple[tuple[str, str, dict[str, Any]], ...] = (
         ("fsdp2", "StochasticWeightAveraging", {"swa_lrs": 1e-2}),
         ("fsdp1", "WeightAveraging", {}),
         ("fsdp2", "ModelPruning", {"pruning_fn": "l1_unstructured"}),
+        ("ddp", "BatchSizeFinder", {}),
     )
     for engine, name, arguments in cases:
         first, second = (one["error"] for one in trained(engine, callbacks={name: arguments}, max_epochs=2))
         assert first == second
-        assert first.startswith(f"trainer.callbacks: got {name} with engine {engine}\n")
+        assert re.match(rf"trainer\.callbacks: got {name}( with engine {engine})?\n", first)
+        assert ("lit_fsdp.EMAWeights" in first) == ("Averaging" in name)
+
+
+def test_norms_of_gradients_are_those_of_one_process() -> None:
+    (wanted,) = on_ranks("norms", 1, strategy={"engine": "single"})
+    assert list(wanted["23"])[:1] == ["grad_2.0_norm/0.0.weight"]  # of a part, by its own names
+    assert not any("never" in key for key in wanted["10"])
+    hybrid = {"engine": "fsdp2", "sharding": "hybrid_shard", "replicate_degree": 2}
+    for strategy, ranks in (({"engine": "fsdp2"}, 2), ({"engine": "fsdp1"}, 2), ({"engine": "ddp"}, 2), (hybrid, 4)):
+        for found in on_ranks("norms", ranks, strategy=strategy):
+            assert ("lit_fsdp.grad_norms" in found.pop("error")) is (strategy["engine"] != "ddp")
+            for word, norms in found.items():
+                assert norms == pytest.approx(wanted[word], rel=2e-4)
+                assert list(norms) == list(wanted[word])
+
+
+def test_a_scheduler_that_would_never_step_is_named() -> None:
+    epoch, step, plateau = {"interval": "epoch"}, {"interval": "step"}, {"monitor": "val_loss"}
+    idle: list[Any] = [  # eight batches per epoch
+        (epoch, {"max_steps": 4}), ({}, {"max_steps": 8}), (epoch | {"frequency": 3}, {"max_epochs": 2}),
+        (plateau, {"max_steps": 4, "val_check_interval": 2}), (step | {"frequency": 9}, {"max_epochs": 3}),
+        (step | {"frequency": 6}, {"max_epochs": 2, "accumulate_grad_batches": 4}),
+    ]  # fmt: skip
+    moves: list[Any] = [
+        (epoch, {"max_steps": 9}), (epoch, {"max_epochs": 2}), (step, {"max_steps": 2}),
+        (epoch, {"fast_dev_run": True}), (plateau, {"max_epochs": 2}),
+        (plateau | step, {"max_steps": 4, "val_check_interval": 1}),
+        (step | {"frequency": 8}, {"max_epochs": 2, "accumulate_grad_batches": 3}),
+    ]  # fmt: skip
+    for said in on_ranks("idle", 1, cases=idle + moves, engine="single"):
+        assert [len(texts) for texts in said] == [1] * len(idle) + [0] * len(moves), said
+        assert said[0][0].startswith("StepLR moves nothing: Lightning steps it after every epoch of 8 steps, but this ")
+        assert '"interval": "step"' in said[0][0]
+    first, second = on_ranks("idle", 2, cases=idle[:1], engine="fsdp2")
+    assert (len(first[0]), second[0]) == (1, [])  # once
+
+
+@pytest.mark.parametrize("engine", ["fsdp2", "fsdp1", "ddp"])
+def test_a_module_under_tensor_parallelism_is_refused(engine: str) -> None:
+    for error in on_ranks("on_dtensors", 2, engine=engine):
+        assert error.startswith("OnDTensors: got the DTensor layers.1.0.weight, as of a tp_plan\n")
 
 
 def run_script(script: Path, root: Path, *launcher: str) -> subprocess.CompletedProcess[str]:

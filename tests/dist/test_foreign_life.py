@@ -31,6 +31,36 @@ LIVES: dict[str, dict[str, Any]] = {
 }
 _DDP_TOO = ("ForeignNetWithValidation", "Tuned", "Unused", "Thawed", "OwnReduction")
 UNDER = {**dict.fromkeys(_DDP_TOO, ENGINES), "Gan": ("fsdp2", "ddp")}
+UNLIKE = {  # on rank 1: what is said, and after how many steps
+    "parameter": ("Unlike.more: got nothing on rank 0 and (6,), torch.float32, trained on rank 1", 0),
+    "shape": ("Unlike.scale: got (5,), torch.float32, trained on rank 0 and (6,), torch.float32, trained on rank 1", 0),
+    "buffer": ("Unlike.more: got nothing on rank 0 and (6,), torch.float32, not trained on rank 1", 0),
+    "dtype": ("Unlike.head.weight: got (1, 12), torch.float32, trained on rank 0 and (1, 12), torch.float64, ", 0),
+    "frozen": ("Unlike.head.weight: got (1, 12), torch.float32, trained on rank 0 and (1, 12), torch.float32, not ", 0),
+    "order": (
+        "comparing parameters, name 1: got Unlike.layers.0.0.weight on rank 0 and Unlike.head.weight on rank 1",
+        0,
+    ),
+    "frozen later": ("Unlike.scale: got torch.float32, trained on rank 0 and torch.float32, not trained on rank 1", 0),
+    "group": ("configure_optimizers (optimizers): got ['AdamW of 2 groups'] on rank 0 and ['AdamW of 1 ", 0),
+    "class": ("configure_optimizers (optimizers): got ['AdamW of 2 groups'] on rank 0 and ['Adam of ", 0),
+    "scheduler": ("configure_optimizers (schedulers): got ['LambdaLR every 1 step', 'StepLR every 1 epoch'] on ", 0),
+    "interval": ("configure_optimizers (schedulers): got ['LambdaLR every 1 step', 'StepLR every 1 epoch'] on ", 0),
+    "schedule": ("schedulers[1] (StepLR).step_size: got 1 on rank 0 and 2 on rank 1", 0),
+    "decay": ("optimizers[0].param_groups[1].weight_decay: got 0.1 on rank 0 and 0.3 on rank 1", 0),
+    "at once": ("optimizers[0].param_groups[0].lr: got 0.01 on rank 0 and 0.5 on rank 1", 0),
+    "function": ("optimizers[0].param_groups[0].lr: got 0.005 on rank 0 and 0.0025 on rank 1", 1),
+}
+SAID = "a loader (DataLoader) has ended after 3 batches on 1 of 2 ranks, and so on all of them"
+ALIKE_BATCHES: list[tuple[str, dict[str, Any], Any]] = [  # what rank 0 sees; on rank 1 nothing is said
+    *((engine, {}, [6, 4, SAID]) for engine in ENGINES),  # two epochs of three batches, of which a step takes two
+    ("fsdp2", {"batches": [0, 3]}, [0, 0, SAID.replace("after 3", "after 0")]),
+    ("fsdp1", {"batches": [4, 4]}, [8, 4]),
+    ("fsdp2", {"kinds": ["generator", "generator"]}, [3, 2, SAID.replace("DataLoader", "generator")]),
+    *(("fsdp1", {"verb": verb}, [3, 0, SAID]) for verb in ("validate", "test", "predict")),
+    ("fsdp2", {"kinds": ["length", ""]}, "train_dataloader: got a length on rank 0 and no length on rank 1"),
+    ("ddp", {"kinds": ["length", "length"]}, "trainer.num_training_batches: got 5 and 3"),
+]
 NOT_ALLOWED = "ContractError: precision contract broken: "
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("Gan", {"engine": "fsdp1"}, "ConfigError: fsdp_strategy.engine: got fsdp1 with manual optimization (Gan"),
@@ -124,6 +154,34 @@ def test_a_batch_more_on_one_rank_is_refused_instead_of_waited_for() -> None:
                 assert [one.splitlines()[0] for one in found] == ["trainer.num_predict_batches: got [2] and [1]"] * 2
             else:
                 assert found == [pytest.approx(one, abs=1e-5) for one in wanted]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_ranks_that_are_not_alike_are_refused_before_a_step(engine: str) -> None:
+    """An option that only a step shows, by hooks or the function of a schedule, is found before that step."""
+    for found in on_ranks("unlike", 2, whats=[*UNLIKE, "nothing"], strategy={"engine": engine, "precision": "fp32"}):
+        for (text, steps), (words, wanted) in zip(found, UNLIKE.values(), strict=True):
+            assert text.startswith(words)
+            assert steps == wanted
+
+
+def test_loaders_without_a_length_end_together() -> None:
+    """Where copies evaluate, which wait for nobody, each rank sees its own batches."""
+    for engine, case, wanted in ALIKE_BATCHES:
+        job = {"batches": [5, 3], "strategy": {"engine": engine, "precision": "fp32"}, **case}
+        first, second = on_ranks("ended", 2, **job)
+        assert (first, second) == (wanted, wanted if isinstance(wanted, str) else wanted[:2])
+    strategy = {"engine": "ddp", "precision": "fp32"}
+    assert on_ranks("ended", 2, batches=[5, 3], verb="validate", strategy=strategy) == [[5, 0], [3, 0]]
+
+
+def test_an_error_before_a_model_is_filled_is_the_last_one_that_is_shown(tiny_model: Path) -> None:
+    """Lightning's teardown moves models to the host, and its Ctrl-C ends the process."""
+    one = ["ArithmeticError"]
+    wanted = [one, ["KeyboardInterrupt", "SystemExit"], one, one, one, one, ["MisconfigurationException"]]
+    for strategy in ({"engine": "ddp"}, {"engine": "fsdp2"}, "auto"):
+        assert on_ranks("ended_early", 1, folder=str(tiny_model), strategy=strategy) == [wanted], strategy
+    assert on_ranks("ended_early", 1, folder="", strategy={"engine": "ddp"}, ours=False) == [wanted[:2]]
 
 
 @pytest.mark.parametrize("engine", ["fsdp2", "fsdp1"])

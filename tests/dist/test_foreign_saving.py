@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.functional import mse_loss
+from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
 from lit_fsdp import load_weights
-from tests.dist.foreign_jobs import ForeignNet
+from lit_fsdp.checkpoint.store import load_state
+from tests.dist.foreign_jobs import ForeignNet, ForeignNetWithValidation, foreign_rows
 from tests.dist.forks import on_ranks
 from tests.dist.saving_jobs import Changed
 
@@ -70,11 +73,20 @@ def test_an_accumulation_that_changes_with_the_epochs_goes_on_where_it_was(tmp_p
 def test_hyperparameters_that_no_checkpoint_can_hold(tmp_path: Path) -> None:
     """Said before the first step, with every key; without a checkpoint callback nobody minds them."""
     job = {"strategy": {"engine": "fsdp2"}, "run": tmp_path}
-    for text, steps in on_ranks("refused_hyperparameters", 2, saves=True, **job):
+    for text, steps in on_ranks("said_at_the_start", 2, saves=True, **job):
         assert steps == 0
         assert "Described.hparams: got layer: cannot save a builtins.type; options.make: cannot save" in text
         assert "write save_hyperparameters(ignore=['layer', 'options'])" in text
-    assert on_ranks("refused_hyperparameters", 2, saves=False, **job) == [["", 1]] * 2
+    assert on_ranks("said_at_the_start", 2, saves=False, **job) == [["", 1]] * 2
+
+
+@pytest.mark.parametrize("engine", [*ENGINES, "ddp", "single"])
+def test_what_every_save_writes_is_built_before_the_first_step(tmp_path: Path, engine: str) -> None:
+    for unwritable, said in (("checkpoint_manifest", "object is not JSON"), ("checkpoint_files", "tokenizer cannot")):
+        job = {"strategy": {"engine": engine}, "run": tmp_path, "saves": True, "unwritable": unwritable}
+        for text, steps in on_ranks("said_at_the_start", 1 if engine == "single" else 2, **job):
+            assert steps == 0
+            assert said in text
 
 
 @pytest.mark.parametrize("lightnings", [False, True])
@@ -125,3 +137,115 @@ def test_a_file_of_lightnings_own_goes_on(tmp_path: Path) -> None:
         assert set(found["steps"].values()) == {2.0}
         assert found["losses"] == pytest.approx(wanted["losses"], rel=1e-5)
         assert found["end"] == pytest.approx(wanted["end"], rel=1e-5)
+
+
+@pytest.mark.parametrize("engine", [*ENGINES, "ddp"])
+def test_callbacks_and_modules_go_on_with_the_state_of_their_rank(tmp_path: Path, engine: str) -> None:
+    """As it was on as many ranks; on others DTensors are sharded anew, and what fits no rank is refused or said."""
+    job = {"strategy": {"engine": engine}}
+    for kind in ("shards", "sharded", "numbers", "odd"):
+        found = on_ranks("keep", 2, run=tmp_path / kind, kind=kind, **job)
+        assert [(one["same"], one["said"]) for one in found] == [(True, [])] * 2, kind
+    # what rank 0 alone gives is every rank's, as with Lightning
+    first, second = on_ranks("keep", 2, run=tmp_path / "first", kind="first", **job)
+    assert first["same"]
+    assert second["given"] == first["given"] == {"it": {"words": ["a", [1.0, 1.0]]}}
+    wanted = on_ranks("keep", 2, run=tmp_path / "sharded", kind="sharded", **job)[0]["given"]
+    for other, ranks in (("fsdp1", 3), ("fsdp2", 1), ("ddp", 1)) if engine == "fsdp2" else (("fsdp2", 3),):
+        more = {"strategy": {"engine": other, "sharding": "no_shard" if ranks == 1 else "full_shard"}}
+        more |= {"run": tmp_path / f"{other}-{ranks}"}
+        for found in on_ranks("keep", ranks, kind="sharded", ckpt_path=tmp_path / "sharded" / "step=2.ckpt", **more):
+            assert found["given"] == wanted, other
+        found = on_ranks("keep", ranks, kind="numbers", ckpt_path=tmp_path / "numbers" / "step=2.ckpt", **more)[0]
+        assert found["given"] == {"it": {"seen": {"0": 0.5, "step": 2}, "last": 0}}
+        assert f"differed between the 2 ranks that saved it; all {ranks} go on with that of rank 0" in found["said"][0]
+        assert "callbacks.Keeper.it.last, callbacks.Keeper.it.seen.0, callbacks.Keeper.it.seen.1" in found["said"][0]
+        found = on_ranks("keep", ranks, kind="odd", ckpt_path=tmp_path / "odd" / "step=2.ckpt", **more)[0]
+        assert "tensors that each of 2 has saved of its own: callbacks.Keeper.it.a" in found["error"]
+        assert "resume as it was saved, leave that callback out, or let it keep DTensors" in found["error"]
+
+
+def test_a_state_that_no_checkpoint_can_hold_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    for kind, words in (
+        ("lambda", "callbacks.Keeper.it.x.0: cannot save a builtins.builtin_function_or_method"),
+        ("one rank's", "names, shapes and dtypes to save: state/callbacks/Keeper/it/x, state/mine/of_module/it/x"),
+    ):
+        for found in on_ranks("keep", 2, strategy={"engine": "fsdp2"}, run=tmp_path, kind=kind):
+            assert found["steps"] == 0
+            assert words in found["error"]
+
+
+def plain_averages(**options: int) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """Those of a plain loop of eight steps in one process, and its validations by them."""
+    torch.manual_seed(11)
+    net = ForeignNetWithValidation()
+    every, start = options.get("every_steps", 1), options.get("start_step", 0)
+    average = AveragedModel(net, avg_fn=get_ema_avg_fn(0.5))
+    losses: list[float] = []
+    made: Any = net.configure_optimizers()
+    for step in range(1, 9):
+        x, y = foreign_rows((step - 1) % 4)
+        mse_loss(net(x), y).backward()
+        made["optimizer"].step()
+        made["optimizer"].zero_grad()
+        made["lr_scheduler"]["scheduler"].step()
+        if step >= start and (step - start) % every == 0:
+            average.update_parameters(net)
+        if step % 2 == 0:
+            shown = average if average.n_averaged else net
+            rows = (foreign_rows(100), foreign_rows(101))
+            losses.append(sum(mse_loss(shown(x), y).item() for x, y in rows) / 2)
+    return average.module.state_dict(), losses
+
+
+def on_a_stop(run: Path, ranks: int, whole: list[Any], keys: tuple[str, ...], **job: Any) -> Path:
+    """The checkpoint of a run that a signal has stopped; gone on with, it is the run that was not, to the bit."""
+    stopped = on_ranks("average", ranks, run=run, stops=True, **job)
+    assert all("stopped by a signal after step 4; the checkpoint is complete" in one["error"] for one in stopped)
+    saved = run / "checkpoints" / "step-00000004"
+    for one, before in zip(on_ranks("average", ranks, run=run, ckpt_path=saved, **job), whole, strict=True):
+        assert [one[key] for key in keys] == [before[key] for key in keys]
+        assert one["val"][-2:] == before["val"][-2:]
+    return saved
+
+
+@pytest.mark.parametrize("engine", [*ENGINES, "ddp", "single"])
+def test_averages_are_those_of_a_plain_loop_also_after_a_stop(tmp_path: Path, engine: str) -> None:
+    ranks = 1 if engine == "single" else 2
+    for options in ({}, {"every_steps": 2, "start_step": 3}):
+        job = {"strategy": {"engine": engine}, **options}
+        wanted, losses = plain_averages(**options)
+        whole = on_ranks("average", ranks, run=tmp_path / f"whole{len(options)}", **job)
+        for one in whole:
+            assert one["val"] == pytest.approx(losses, rel=1e-5)
+            assert one["averages"].keys() == wanted.keys()
+            for name, average in wanted.items():
+                assert torch.allclose(torch.tensor(one["averages"][name]), average, rtol=1e-5, atol=1e-7), name
+            assert one["live"] != one["averages"]
+    saved = on_a_stop(tmp_path / "stopped", ranks, whole, ("averages", "live", "own"), **job)
+    others = {"fsdp2": (("fsdp1", 4), ("single", 1)), "fsdp1": (("fsdp2", 4),), "ddp": (("fsdp1", 2), ("fsdp2", 1))}
+    for other, count in others.get(engine, (("fsdp2", 2),)):
+        more = {**job, "strategy": {"engine": other}}
+        for one in on_ranks("average", count, run=tmp_path / other, ckpt_path=saved, **more):
+            for name, average in wanted.items():
+                assert torch.allclose(torch.tensor(one["averages"][name]), average, rtol=1e-4, atol=1e-6), (other, name)
+
+
+def test_lightnings_average_stops_and_goes_on_too_and_says_where_it_never_begins(tmp_path: Path) -> None:
+    """Until its first update it hands out the weights that training began with; ours hands out those of training."""
+    job = {"strategy": {"engine": "ddp"}, "lightnings": True}
+    whole = on_ranks("average", 2, run=tmp_path / "whole", **job)
+    assert whole[0]["val"] == pytest.approx(plain_averages()[1], rel=1e-5)
+    saved = on_a_stop(tmp_path / "stopped", 2, whole, ("live",), **job)
+    assert load_state(saved)["current_model_state"]["head.weight"].shape == (1, 12)
+    for begin in ({"update_starting_at_step": 8}, {"update_starting_at_step": 9, "update_starting_at_epoch": 8}):
+        (one, _) = on_ranks("average", 2, run=tmp_path / "late", **job, **begin)
+        assert "EMAWeightAveraging, whose first update comes after the last of 8 steps" in one["error"]
+    (one, _) = on_ranks("average", 2, run=tmp_path / "epochs", steps=-1, update_starting_at_step=8, **job)
+    assert any("EMAWeightAveraging has averaged nothing yet" in text for text in one["said"])
+    job = {"strategy": {"engine": "fsdp2"}}
+    (one, _) = on_ranks("average", 2, run=tmp_path / "ours", start_step=9, **job)
+    assert one["error"].startswith("EMAWeights.start_step: got first averages after step 9\n")
+    (one, _) = on_ranks("average", 2, run=tmp_path / "ours-epochs", steps=-1, start_step=9, **job)
+    assert one["averages"] == {}
+    assert any("training has ended before the first averages" in text for text in one["said"])

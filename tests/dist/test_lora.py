@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from lit_fsdp import CausalLMModule
 from lit_fsdp.checkpoint.manifest import read_manifest
+from lit_fsdp.checkpoint.safetensors_file import num_bytes
 from lit_fsdp.models.generate import chat
 from lit_fsdp.models.lora import apply_saved_lora
 from tests.dist.forks import command, on_ranks
@@ -107,10 +108,16 @@ def test_exported_adapters_are_the_live_model(
     manifest = read_manifest(tmp_path / "checkpoints/step-00000010")
     saved = {name for name in manifest.tensors if name.startswith("model/")}
     assert saved == {f"model/{name}" for name in result["trained"]}
-    assert manifest.num_bytes < (tiny_model / "model.safetensors").stat().st_size
+    in_state = sum(num_bytes(spec) for name, spec in manifest.tensors.items() if name.startswith("state/"))  # averages
+    assert manifest.num_bytes - in_state < (tiny_model / "model.safetensors").stat().st_size
     assert Path(manifest.extra["model"]["base"]["name"]) == base
     words = ["export", "--ckpt", "checkpoints/step-00000010", "--verify", "--out"]
-    for out, flags in (("adapter", []), ("merged", ["--merge"])):
+    for out, flags in (
+        ("adapter", []),
+        ("merged", ["--merge"]),
+        ("ema", ["--ema"]),
+        ("ema-merged", ["--ema", "--merge"]),
+    ):
         (done,) = command(1, [*words, out, *flags], tmp_path)
         assert (done.code, done.err) == (0, "")
         assert done.out.endswith("verified: loaded again, keys, tensors and logits are equal\n")
@@ -125,6 +132,17 @@ def test_exported_adapters_are_the_live_model(
     ids = torch.arange(24).reshape(2, 12)
     with torch.no_grad():
         wanted, of_adapter, of_merged = (m.eval()(input_ids=ids).logits for m in (live, adapted, merged))
+    assert torch.equal(of_adapter, wanted)
+    torch.testing.assert_close(of_merged, wanted, rtol=1e-4, atol=1e-5)
+    live.load_state_dict(torch.load(tmp_path / "averages.pt", weights_only=True), strict=False, assign=True)
+    averaged = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "ema")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "ema-merged")
+    with torch.no_grad():
+        before, (wanted, of_adapter, of_merged) = (
+            wanted,
+            (m.eval()(input_ids=ids).logits for m in (live, averaged, merged)),
+        )
+    assert not torch.equal(wanted, before)
     assert torch.equal(of_adapter, wanted)
     torch.testing.assert_close(of_merged, wanted, rtol=1e-4, atol=1e-5)
     module = CausalLMModule.load_from_checkpoint(manifest.folder, name=str(base), lora=lora).model

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from transformers import LlamaConfig
 
 from lit_fsdp.audit import audit_recipe
@@ -90,6 +93,20 @@ def test_adafactor_is_that_of_one_process_or_refused(tiny_model: Path, tmp_path:
         on_ranks("optimized_run", 2, run=str(tmp_path / "3"), strategy={"engine": "fsdp1"}, **job)
 
 
+def test_muon_is_that_of_one_process(tiny_model: Path, tmp_path: Path) -> None:
+    """Its iteration amplifies rounding, in fp32 some ten times; three ranks have uneven shards, some of them empty."""
+    start, found = load_file(tiny_model / "model.safetensors"), []
+    hybrid = {"sharding": "hybrid_shard", "replicate_degree": 2}
+    for ranks, engine, more in ((1, "single", {}), (3, "fsdp2", {}), (4, "fsdp2", hybrid), (2, "ddp", {})):
+        strategy = {"engine": engine, "precision": "fp32", **more}
+        job: dict[str, Any] = {"folder": str(tiny_model), "run": str(tmp_path / f"{ranks}"), "optim": MUON, "steps": 4}
+        on_ranks("train", ranks, strategy=strategy, **job)
+        weights = torch.load(tmp_path / f"{ranks}" / "live.pt", weights_only=True)
+        found.append(torch.cat([weights[name].flatten() for name in start]))
+    moved = (found[0] - torch.cat([start[name].flatten() for name in start])).norm()
+    assert max(float((one - found[0]).norm() / moved) for one in found) < 1e-4
+
+
 def test_what_no_checkpoint_could_hold_is_refused(wide_model: Path, tmp_path: Path) -> None:
     pytest.importorskip("torchao", reason="torchao is not installed")
     job: dict[str, Any] = {"folder": str(wide_model), "run": str(tmp_path), "steps": 2}
@@ -97,3 +114,20 @@ def test_what_no_checkpoint_could_hold_is_refused(wide_model: Path, tmp_path: Pa
     optim = {"optimizer": "torchao.optim.AdamW8bit", "optimizer_args": {"block_size": 128}}
     with pytest.raises(RankError, match=r"AdamW8bit, with \[8064, 8256\] elements of .*down_proj\.weight"):
         on_ranks("optimized_run", 3, strategy={"engine": "fsdp2"}, model={"optim": optim}, **job)
+
+
+@pytest.mark.parametrize(("engine", "ranks"), [("fsdp2", 2), ("fsdp1", 2), ("ddp", 2), ("single", 1)])
+def test_what_fails_in_step_1_is_refused_before_the_first_batch(engine: str, ranks: int, tmp_path: Path) -> None:
+    everywhere = {"Nested": "a dict, more", "Asking": "closure", "LBFGS": "", "SparseAdam": "sparse|dense gradients"}
+    wanted = everywhere | {
+        "fsdp2": {"ByMask": "index_put", "Rprop": r"fsdp1 \| ddp \| single: ", "SGD": "_fused_sgd_"},
+        "fsdp1": {"ByNorm": "it computes with whole tensors"},
+    }.get(engine, {})
+    for found in on_ranks("tried", ranks, engine=engine, folder=str(tmp_path)):
+        assert {name for name, error in found.items() if error} == wanted.keys()
+        for name, cause in wanted.items():
+            said = (
+                rf"model\.optim\.class_path: got .*\.{name} with .*{engine}\n.*({cause}).*\n  fix: .*AdamW.*\n0 batches"
+            )
+            assert re.fullmatch(said, found[name]), found[name]
+        assert "Own" in found

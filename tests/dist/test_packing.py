@@ -98,4 +98,20 @@ def test_uneven_validation_counts_every_row_once(tiny_model: Path, tmp_path: Pat
     for ranks, packing in ((1, False), (1, True), (4, True), (4, False)):
         data = {"val": "generated:7", "max_seq_length": 160, "packing": packing, "cache_dir": str(tmp_path / "cache")}
         found += on_ranks("validate_run", ranks, folder=tiny_model, data=data, strategy={"engine": "fsdp2"})[:1]
-    assert found == pytest.approx(found[:1] * 4, rel=1e-6)
+    assert [one["val_loss"] for one in found] == pytest.approx([found[0]["val_loss"]] * 4, rel=1e-6)
+
+
+@pytest.mark.parametrize("engine", ["fsdp2", "fsdp1", "ddp", "single"])
+def test_named_sets_have_metrics_of_their_own(tiny_model: Path, tmp_path: Path, engine: str) -> None:
+    """Each those of its rows alone, all together those of one list; on more ranks than packs."""
+    sources = {"easy": ["generated:7"], "hard": ["generated:1", "generated:2"]}
+    together = [source for part in sources.values() for source in part]
+    for packing in (False, True):
+        job = {"max_seq_length": 160, "packing": packing, "cache_dir": str(tmp_path), "micro_batch_size": 2}
+        ranks, run = 1 if engine == "single" else 3, {"folder": tiny_model, "strategy": {"engine": engine}}
+        found = on_ranks("validate_run", ranks, data={**job, "val": sources}, **run)
+        wanted: dict[str, float] = {}
+        for name, part in {"": together, **sources}.items():
+            (alone,) = on_ranks("validate_run", 1, folder=tiny_model, data={**job, "val": part}, strategy={})
+            wanted |= {f"{kind}/{name}".removesuffix("/"): value for kind, value in alone.items()}
+        assert found == [pytest.approx(wanted, rel=1e-5)] * ranks

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import csv
+import sys
+import time
+from contextlib import nullcontext
+from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +18,8 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from tensorboard.backend.event_processing import plugin_event_accumulator
+from tensorboard.util import tensor_util
 
 from lit_fsdp.callbacks.loggers import RunCSVLogger, go_on_logging
 
@@ -103,3 +109,46 @@ def test_tensorboard_goes_on_and_hides_what_a_killed_run_had_logged_beyond_its_c
     assert (plain.init_args, other.init_args) == (Namespace(), Namespace(id=None))
     for switch in (None, True, False):
         go_on_logging({"logger": switch}, tmp_path, 0)
+
+
+def test_the_page_of_tensorboard_hides_the_lost_steps(tmp_path: Path):
+    """Read as the page reads it, which takes the first start of a session that it sees for no restart."""
+    for start, (resumed_at, steps) in enumerate([(None, range(8)), (5, range(5, 7)), (6, range(6, 8))]):
+        init = Namespace(version=0, purge_step=None)
+        board = Namespace(class_path="lightning.pytorch.loggers.TensorBoardLogger", init_args=init)
+        go_on_logging({"logger": board}, tmp_path, resumed_at)
+        logger = TensorBoardLogger(tmp_path, **vars(init))
+        for step in steps:
+            logger.log_metrics({"loss": 10.0 * start + step}, step)
+        logger.experiment.close()
+    events = plugin_event_accumulator.EventAccumulator(logger.log_dir)
+    events.Reload()
+    found = [(event.step, float(tensor_util.make_ndarray(event.tensor_proto))) for event in events.Tensors("loss")]
+    assert found == [*((step, step) for step in range(5)), (5, 15), (6, 26), (7, 27)]
+
+
+def test_the_store_of_mlflow_is_tried_again_a_few_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("LIT_FSDP_CACHE", str(tmp_path))
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    made: list[Any] = []
+
+    class Client:
+        def __init__(self, uri: str) -> None:
+            made.append(uri)
+            assert len(made) > failures, "duplicate column name: step"
+
+        def get_experiment_by_name(self, name: str) -> None: ...
+
+        def create_experiment(self, *given: Any) -> None:
+            made.append(given)
+
+    module = ModuleType("mlflow")
+    module.MlflowClient, module.__spec__ = Client, ModuleSpec("mlflow", None)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "mlflow", module)
+    for uri, failures, tries in (("sqlite:///x.db", 2, 3), ("http://server", 0, 0), ("sqlite:///x.db", 9, 5)):
+        made.clear()
+        init = Namespace(tracking_uri=uri, experiment_name="mine", artifact_location=None)
+        config = {"logger": [Namespace(class_path="lightning.pytorch.loggers.MLFlowLogger", init_args=init)]}
+        with pytest.raises(AssertionError) if failures > tries else nullcontext():
+            go_on_logging(config, tmp_path, None)
+        assert made == [uri] * tries + ([("mine", None)] if 0 < failures < tries else [])

@@ -7,6 +7,7 @@ import io
 import itertools
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -86,3 +87,24 @@ def test_bash_completes_verbs_keys_and_words(capsys: pytest.CaptureFixture[str])
         lines.append('_shtab_lit_fsdp; echo "${COMPREPLY[@]}"')
     done = subprocess.run(["bash", "-c", "\n".join(lines)], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == [completed for _, completed in cases]
+
+
+def test_torchao_says_nothing_about_a_gpu_that_this_torch_does_not_know_and_else_what_it_has_to_say():
+    code = """
+import logging, torch
+from lit_fsdp.speak import quiet_imports
+quiet_imports()
+torch.version.cuda = None
+import transformers.quantizers.auto
+log = logging.getLogger("torchao")
+for text in ("Failed to load _C_mxfp8.so: none", "Failed to load rows", "a kernel is slow"):
+    log.warning(text)
+torch.version.cuda = "13.0"
+log.warning("Failed to load _C_mxfp8.so: bad ELF")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr.splitlines() == [
+        "Failed to load rows",
+        "a kernel is slow",
+        "Failed to load _C_mxfp8.so: bad ELF",
+    ]

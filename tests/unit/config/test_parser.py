@@ -6,9 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+from lightning.pytorch import LightningModule
 
+import lit_fsdp
+from lit_fsdp.cli import resolved_recipe
 from lit_fsdp.config.data import accumulation_steps
-from lit_fsdp.config.model import ModelConfig, OptimConfig, PreferenceModelConfig, schedule_factor
+from lit_fsdp.config.model import ModelConfig, OptimConfig, PreferenceConfig, PreferenceModelConfig, schedule_factor
 from lit_fsdp.config.parser import build, load_recipe, read_command_line, say_once
 from lit_fsdp.config.run import FACTORY
 from lit_fsdp.errors import ConfigError
@@ -190,26 +194,79 @@ def test_switches_are_no_part_of_a_recipe(monkeypatch: pytest.MonkeyPatch) -> No
 WORDS = ["--data.train", "generated:8", "--trainer.max_steps", "2"]
 
 
-def test_the_section_is_read_wherever_its_class_is_named(tmp_path: Path):
-    recipe, more = tmp_path / "pairs.yaml", tmp_path / "more.yaml"
-    recipe.write_text(
-        "model: {class_path: lit_fsdp.PreferenceModule, init_args: {name: x, preference: {loss: ipo}, "
-        "optim: {class_path: torch.optim.SGD}}}\n"
-    )
-    more.write_text("model: {preference: {beta: 0.7}}\n")
-    for words in (
-        ["--config", str(recipe), "--config", str(more)],
-        ["--config", str(recipe), "--model.preference.beta", "0.7"],
-        ["--model", "lit_fsdp.PreferenceModule", "--model.name", "x", "--config", str(recipe), "--config", str(more)],
+PAIRS, OURS, NET = "lit_fsdp.PreferenceModule", "lit_fsdp.CausalLMModule", "tests.unit.config.test_parser.Net"
+BETA = "model: {preference: {beta: 0.7}}"
+
+
+class Net(LightningModule):
+    def __init__(self, hidden: int = 4, name: str = "") -> None:
+        super().__init__()
+
+
+class Longer(lit_fsdp.PreferenceModule):
+    def __init__(self, hidden: int = 4, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+
+
+def _words(*parts: str) -> list[str]:
+    """Texts of files, and flags, as the words of a command line."""
+    words = list(WORDS)
+    for part in parts:
+        if not part.startswith("-"):
+            Path(f"{len(words)}.yaml").write_text(part)
+        words += part.split(maxsplit=1) if part.startswith("-") else ["--config", f"{len(words)}.yaml"]
+    return words
+
+
+def _both(*parts: str) -> list[dict[str, Any]]:
+    """What the check and the run read."""
+    return [read(_words(*parts), "fit") for read in (lambda *given: load_recipe(*given).values, resolved_recipe)]
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        (f"model: {{class_path: {PAIRS}, init_args: {{name: x, preference: {{beta: 0.7}}}}}}",),
+        ("model: {name: x}", BETA, f"model: {{class_path: {PAIRS}}}"),
+        (f"model: {{class_path: {PAIRS}, init_args: null}}", "model: {init_args: {name: x}}", BETA),
+        (f"model: {PAIRS}", BETA, "--model.name x"),
+        (BETA, f"model: {{class_path: {PAIRS}, name: x}}", "--model.optim.lr 1e-5"),
+        (BETA, "--model.init_args.name x", f"--model {PAIRS}"),
+        (f"--model={PAIRS}", BETA, '--model.init_args {"name": "x"}'),
+        ("--model.preference.beta 0.7", f"--model.class_path {PAIRS}", "--model.name=x"),
+        (f"model: {{class_path: {OURS}, init_args: {{name: x}}}}", BETA, f'--model {{"class_path": "{PAIRS}"}}'),
+    ],
+)
+def test_a_class_and_its_arguments_are_one_meaning_in_any_order(parts: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    for values in _both(*parts):
+        Path("saved.yaml").write_text(yaml.safe_dump({"model": values["model"]}))
+        again = load_recipe([*WORDS, "--config=saved.yaml"], "fit").run
+        assert again.model == PreferenceModelConfig(name="x", preference=PreferenceConfig(beta=0.7))
+        assert (values["data"]["format"], values["model"]["class_path"]) == ("preference", PAIRS)
+
+
+def test_what_another_class_took_is_left_out_and_said(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LIT_FSDP_ALLOW_IMPORTS", "tests")
+    recipe, data = "model: {name: x, optim: {lr: 1e-3}}", "data: {class_path: lit_fsdp.CausalLMDataModule, train: r}"
+    for parts in (
+        ["--model.hidden=9", recipe, f"model: {NET}"],
+        [f"--model={NET}", recipe, "--model.init_args.hidden 9"],
     ):
-        loaded = load_recipe([*words, *WORDS], "fit")
-        model = loaded.run.model
-        assert isinstance(model, PreferenceModelConfig)
-        assert (model.preference.loss, model.preference.beta, model.optim.optimizer) == ("ipo", 0.7, "torch.optim.SGD")
-        assert loaded.run.data.format == "preference"
-        assert loaded.run.foreign == frozenset()
-        assert check_recipe(loaded.values, "fit").model == model
-    assert type(load_recipe(["--model.name", "x", *WORDS], "fit").run.model) is ModelConfig
+        say_once.cache_clear()
+        net = resolved_recipe(_words(*parts, data), "fit")
+        assert net["model"] == {"class_path": NET, "init_args": {"hidden": 9, "name": "x"}}
+        assert capsys.readouterr().err == f"model: {NET} takes no optim; left out\n"
+    words = _words("--model.hidden=9", recipe, f"--model={NET.replace('Net', 'Longer')}", BETA)
+    longer = resolved_recipe(words, "fit")["model"]["init_args"]
+    assert (longer["hidden"], longer["name"], longer["optim"]["lr"]) == (9, "x", 1e-3)
+    pairs = f"model: {{class_path: {PAIRS}, init_args: {{name: x, preference: {{beta: 0.7}}}}}}"
+    for values in _both(pairs, f"model: {OURS}"):
+        assert "class_path" not in values["model"]
+    assert capsys.readouterr().err == f"model: {OURS} takes no preference; left out\n"
+    for parts in ((recipe, BETA), (f"--model={NET}", "--model.optim.lr=1"), ("model: {hiden: 1}", f"--model={NET}")):
+        assert "does not exist" in refused(resolved_recipe, _words(*parts), "fit").given
 
 
 def test_pairs_are_streamed_where_there_is_a_base_or_none_is_needed():

@@ -149,6 +149,9 @@ def test_a_wrong_map_of_turns_is_refused(tmp_path: Path):
     entry = SourceConfig(source=path, turns=TurnsConfig(roles={"bot": "user"}))
     ((_, row),) = find_sources([entry], DataConfig(turns=TurnsConfig(role="x")))[0].rows()
     assert row == {"messages": [{"speaker": "user", "text": "Hi"}, YO]}
+    sets = build(DataConfig, {"val": {"easy": {"source": path, "turns": {"roles": {"bot": "user"}}}}}, "data").val
+    assert sets is not None
+    assert [source.turns for source in find_sources(sets)] == [entry.turns]
     for bad, said in [
         ({"role": "who", "content": "who"}, r"role: got who\n  allowed: another key of the source"),
         ({"roles": {"bot": "asistant"}}, r"roles\.bot: .*asistant.*\n  allowed: one of system"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +174,17 @@ def test_columns_and_formats(tmp_path: Path):
     assert row == {"prompt": "y", "q": "x"}
     with pytest.raises(ConfigError, match=r"columns\.chat: .*\n  allowed: .*\n  fix: .*\{messages: chat\}"):
         DataConfig(columns={"chat": "messages"})
+
+
+def test_files_of_lines_are_read_without_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)  # whoever imports it gets an ImportError
+    for name, content in (
+        ("a.jsonl", '{"text": "x"}'),
+        ("a.json", '[{"text": "x"}]'),
+        ("a.csv", "text\nx"),
+        ("a.txt", "x"),
+    ):
+        assert _rows(_write(tmp_path / name, content)) == [{"text": "x"}], name
 
 
 def test_a_digest_is_of_content_and_kind(tmp_path: Path):

@@ -7,6 +7,8 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from lit_fsdp.launch.slurm_job import render, sbatch_value
 from tests.unit.launch.conftest import FakeSlurm, planned
 
@@ -86,7 +88,9 @@ def leaves(**files: str) -> str:
     return "; ".join(f'echo {text} >"$LIT_FSDP_EXIT_DIR/{name.replace("_", ".")}"' for name, text in files.items())
 
 
-def test_exit_codes_alone_decide_who_is_started_again(slurm: FakeSlurm, tmp_path: Path):
+def test_exit_codes_alone_decide_who_is_started_again(
+    slurm: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     cases: list[tuple[int, dict[str, str], int, bool]] = [
         (0, {"exit_0": "0", "saved": ""}, 0, False),
         (75, {}, 75, True),
@@ -111,6 +115,10 @@ def test_exit_codes_alone_decide_who_is_started_again(slurm: FakeSlurm, tmp_path
         assert (slurm.words("srun") is not None) is is_started
         assert (slurm.words("scontrol") == ["requeue", "4711"]) is requeued
         assert ("3 times are enough (slurm.max_requeues)" in done.stdout) is not requeued
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "4708")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
+    slurm.run(job, 75)
+    assert slurm.words("scontrol") == ["requeue", "4708_3"]  # 4711, the last task's own, is the whole array
 
 
 def test_a_job_goes_on_from_what_it_has_saved_itself(slurm: FakeSlurm, tmp_path: Path):

@@ -51,6 +51,25 @@ def test_render_prints_the_script_whatever_it_finds_and_submit_refuses_unless_fo
     assert slurm_command("submit", "--ckpt_path", "last") == 0
 
 
+def test_of_two_flags_that_differ_neither_is_passed_over(slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]):
+    for short, flag in (
+        ("--nodes=2", "--trainer.num_nodes=4"),
+        ("--nodes=2", "--slurm.nodes=4"),
+        ("--gpus-per-node=8", "--trainer.devices=4"),
+        ("--gpus-per-node=8", "--slurm.gpus_per_node=4"),
+        ("--time=1:00:00", "--slurm.time=2:00:00"),
+    ):
+        for verb in ("render", "submit"):
+            assert slurm_command(verb, *flag.split("="), short) == 2
+            (name, size), (other, value) = short.split("="), flag.split("=")
+            assert f"error: {name}: got {size} with {other} {value}\n" in capsys.readouterr().err
+    assert slurm.words("sbatch") is None
+    Path("r.yaml").write_text(Path("r.yaml").read_text() + "\nslurm: {time: '2:00:00'}\n")
+    assert slurm_command("render", "--time=1:00:00", "--slurm.time=1:00:00") == 0
+    out, err = capsys.readouterr()
+    assert ("#SBATCH --time=1:00:00\n" in out, "slurm.time: 2:00:00 → 1:00:00, by --time\n" in err) == (True, True)
+
+
 def test_what_sbatch_says(slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]):
     for said, number in (("4712;cluster", "4712"), ("Welcome to our site\n12\n", "12"), ("77;a-b.c\nbye", "77")):
         (slurm.folder / "sbatch.out").write_text(said)

@@ -47,7 +47,9 @@ def counted(model: Any) -> int:
     ids = torch.randint(3, 128, (ROWS, LENGTH))
     with FlopCounterMode(display=False) as counter, set_checkpoint_early_stop(False):  # a block again is all of it
         model(input_ids=ids).logits.logsumexp(dim=-1).sum().backward()
-    return counter.get_total_flops()
+    # angles of positions are products before transformers 5.17, and no work of a token's
+    angles = sum(sum(ops.values()) for name, ops in counter.get_flop_counts().items() if name.endswith("rotary_emb"))
+    return counter.get_total_flops() - angles
 
 
 def all_pairs(formula: ModelFlops) -> tuple[ModelFlops, dict[str, float]]:
@@ -104,6 +106,8 @@ def test_what_cannot_be_counted_is_said_and_ends_no_run() -> None:
     model.config.layer_types, model.config.num_hidden_layers = None, 5
     with pytest.raises(ValueError, match="list of 5 blocks"):
         flop_formula(model)
+    if "gemma4_text" not in CONFIG_MAPPING:  # of later releases
+        return
     # the width of a head of Gemma 4 differs by layer, and its config refuses to name one
     module, meter = CausalLMModule(name={"model_type": "gemma4_text"}), Throughput()
     trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)

@@ -13,11 +13,9 @@ from lit_fsdp.models.tokenizers import miniature_tokenizer
 
 FAMILIES = tuple(name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name != "hrm_text")
 """All but one, whose weights share storage in a way that safetensors refuses."""
-FEW = (
-    *("llama", "gemma2", "gpt_oss", "gemma4_text", "openai-gpt", "modernbert-decoder", "diffllama"),
-    *("recurrent_gemma", "bamba", "nemotron_h", "qwen3_next", "deepseek_v3", "bloom"),
-)
-"""Each of these is unlike the others in what it initializes, shares, or computes attention with."""
+_UNLIKE = "llama gemma2 gpt_oss gemma4_text openai-gpt modernbert-decoder diffllama recurrent_gemma bamba nemotron_h"
+FEW = tuple(name for name in f"{_UNLIKE} qwen3_next deepseek_v3 bloom".split() if name in FAMILIES)
+"""Each of these, as far as the release has them, is unlike the others in its initial values, ties, or attention."""
 
 
 def tiny(model_type: str) -> PretrainedConfig:

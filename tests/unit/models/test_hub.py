@@ -32,6 +32,18 @@ def test_failures_say_what_to_do(monkeypatch):
         assert "lit-fsdp model prepare --name some/model" in raised.value.fix
 
 
+def test_a_missing_package_is_named():
+    for error, fix in (
+        (ModuleNotFoundError("No module named 'sentencepiece'", name="sentencepiece"), "pip install sentencepiece"),
+        (ImportError("Please install gguf>=0.10.0 to load a GGUF file"), "pip install 'lit-fsdp[gguf]'"),
+        (ImportError("it requires the protobuf library"), "install the package that it names"),
+        (OSError("no such file"), "check that the files are whole"),
+    ):
+        with pytest.raises(ConfigError) as raised, hub.reading("some.gguf"):
+            raise error
+        assert raised.value.fix == fix
+
+
 @pytest.fixture
 def hub_cache(tmp_path, monkeypatch, saved):
     """A model in the layout of the hub's cache, as another process has left it there."""
@@ -71,6 +83,8 @@ def test_push_to_the_hub(monkeypatch, tmp_path):
     api = mock.Mock()
     monkeypatch.setattr(hub, "HfApi", lambda: api)
     api.create_repo.return_value = huggingface_hub.RepoUrl("https://huggingface.co/me/model")
+    (tmp_path / "config.json").write_text("{}")
+    api.list_repo_files.return_value = [".gitattributes", "README.md", "config.json", "img/a.json", "LICENSE"]
     assert hub.push(tmp_path, "model", True) == "https://huggingface.co/me/model"
     assert api.create_repo.call_args.kwargs["private"] is True
     uploaded = api.upload_folder.call_args.kwargs
@@ -78,6 +92,15 @@ def test_push_to_the_hub(monkeypatch, tmp_path):
     api.repo_info.return_value.private = False
     with pytest.raises(ConfigError, match="model with --private, and it is public"):
         hub.push(tmp_path, "model", True)
+    assert api.upload_folder.call_count == 1
+
+    for stale in ("chat_template.jinja", "tokenizer.model", "model-00001-of-00002.safetensors", "adapter_config.json",
+                  "additional_chat_templates/tool_use.jinja", "model.safetensors.index.json"):  # fmt: skip
+        api.list_repo_files.return_value = ["README.md", "config.json", stale]
+        with pytest.raises(
+            ConfigError, match=f"model with {stale}, which.*\n.*\n.*hf repos delete-files me/model {stale}"
+        ):
+            hub.push(tmp_path, "model", False)
     assert api.upload_folder.call_count == 1
 
     for error in (hub._NETWORK_ERROR("proxy"), errors.HFValidationError("a/b/c")):

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import sys
 
+import peft
 import pytest
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
 from lit_fsdp.config.model import LoraConfig
+from lit_fsdp.config.parser import build
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.models.build import build_on_meta, freeze_parameters
-from lit_fsdp.models.lora import LoraWeights, apply_lora
+from lit_fsdp.models.lora import LoraWeights, apply_lora, apply_saved_lora
 from lit_fsdp.models.quantize import apply_nf4
 from lit_fsdp.parallel.units import quantized_layers
 from tests.unit.models.conftest import fill, opened
@@ -41,13 +44,54 @@ def test_names_that_cannot_be_meant_are_refused(tiny):
         ({"target_modules": ["q_proj", "query"]}, "target_modules", "layers of this model: down_proj,"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save", "share no weight"),
         ({"target_modules": ["norm"]}, "target_modules", "not supported"),
+        ({"target_modules": "q_proj"}, "target_modules", r"write \[q_proj\], or '\.\*q_proj'"),
+        ({"target_modules": ".*(q_proj|lm_head)"}, "target_modules", "'lm_head', whose weight the model uses twice"),
+        ({"target_modules": "(q_proj"}, "target_modules", "missing \\)"),
+        ({"peft_args": {"lora_alpha": 3}}, "peft_args.lora_alpha", "write model.lora.alpha"),
+        ({"peft_args": {"rank_patern": {}}}, "peft_args.rank_patern", "write rank_pattern"),
+        ({"peft_args": {"bias": "all"}}, "peft_args.bias", "name modules in modules_to_save"),
+        ({"peft_args": {"init_lora_weights": "pissa"}}, "peft_args.init_lora_weights", "is not initialized"),
+        ({"peft_args": {"ensure_weight_tying": True}}, "peft_args.ensure_weight_tying", "drop it"),
+        ({"peft_args": {"rank_pattern": {"k_proj": 3}}}, "peft_args", r"did not match .*'k_proj'"),
+        ({"peft_args": {"layers_to_transform": [0, 9]}}, "peft_args.layers_to_transform", "no layer of that number"),
+        ({"peft_args": {"exclude_modules": ["kk"]}, "target_modules": ["q_proj"]}, "peft_args", "no modules were"),
+        ({"peft_args": {"layers_to_transform": [0]}, "target_modules": ".*q_proj"}, "peft_args", "`layers_to_tr"),
     ):
         with pytest.raises(ConfigError, match=text) as error:
-            apply_lora(build_on_meta(tiny("llama")), LoraConfig(**lora))
+            apply_lora(build_on_meta(tiny("llama")), build(LoraConfig, lora, "model.lora"))
         assert error.value.field == f"model.lora.{field}"
     for pattern, text in (("model.embed_token.*", "such as model.embed_tokens.weight"), ("*", "something to train")):
         with pytest.raises(ConfigError, match=text):
             freeze_parameters(build_on_meta(tiny("llama")), [pattern])
+
+
+def test_arguments_of_peft_choose_the_layers_that_peft_itself_chooses(tiny):
+    """By names, ranks and scales, and again from the saved adapter_config.json."""
+    for chosen, more in (
+        (r"model\.layers\.1\..*(q|v)_proj", {}),
+        (["q_proj", "up_proj"], {"layers_to_transform": [1], "layers_pattern": "layers"}),
+        (["q_proj", "up_proj"], {"exclude_modules": r".*layers\.0.*"}),
+        (
+            ["q_proj", "up_proj"],
+            {"rank_pattern": {"q_proj": 3}, "alpha_pattern": {r"layers\.0\..*": 7}, "bias": "none"},
+        ),
+    ):
+        ours, again = build_on_meta(tiny("llama")), build_on_meta(tiny("llama"))
+        saved = apply_lora(ours, LoraConfig(r=2, target_modules=chosen, peft_args=more))
+        apply_saved_lora(again, json.loads(json.dumps(saved)))
+        settings = peft.LoraConfig(r=2, lora_alpha=32, target_modules=chosen, **more)
+        plain = peft.LoraModel(build_on_meta(tiny("llama")), settings, "default", low_cpu_mem_usage=True).model
+        found = []
+        for model in (ours, again, plain):
+            layers = {name: m for name, m in model.named_modules() if hasattr(m, "lora_A")}
+            found.append({name: (m.lora_A["default"].weight.shape, m.scaling["default"]) for name, m in layers.items()})
+        assert found[0]
+        assert found[0] == found[1] == found[2]
+    ours = build_on_meta(tiny("llama"))  # whole names would be taken in every layer
+    apply_lora(ours, LoraConfig(target_modules="all-linear", peft_args={"layers_to_transform": 1}))
+    names = [name for name, _ in ours.named_modules() if name.endswith("lora_A")]
+    assert len(names) == 7
+    assert all(".layers.1." in name for name in names)
 
 
 def test_linear_layers_but_the_head_and_what_is_trained_whole_are_packed(tiny):

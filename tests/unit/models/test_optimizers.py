@@ -33,6 +33,18 @@ def test_what_is_refused_in_one_sentence():
     assert optimizer_class(OptimConfig(optimizer_args={"fused": True})) is torch.optim.AdamW
 
 
+def test_muon_in_bf16_is_torchs():
+    for shape, options in (((6, 4), {}), ((3, 5), {"nesterov": False, "adjust_lr_fn": "match_rms_adamw"})):
+        ours, theirs = (nn.Parameter(torch.ones(shape)) for _ in range(2))
+        mixed = MuonWithAdamW([{"params": [ours], "use_muon": True}], lr=0.1, weight_decay=0.2, **options)
+        plain = torch.optim.Muon([theirs], lr=0.1, weight_decay=0.2, **options)
+        for seed in range(3):
+            for param, optimizer in ((ours, mixed), (theirs, plain)):
+                param.grad = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+                optimizer.step()
+        assert torch.equal(ours, theirs)
+
+
 def test_what_muon_leaves_takes_adamws_steps(tiny):
     names = hidden_matrices(build_on_meta(tiny("qwen2_moe")))
     assert "model.layers.0.self_attn.q_proj.weight" in names

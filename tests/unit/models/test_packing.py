@@ -74,5 +74,5 @@ def test_packed_is_as_alone_in_fp32():
 @pytest.mark.filterwarnings("ignore")
 def test_families_that_leak_are_found():
     """None of these looks at where positions start anew: mask from elsewhere, or a state that is carried on."""
-    for family in ("bloom", "falcon"):
+    for family in ("bloom", "opt"):
         assert _isolation(_model(family)).change > 0.01, family

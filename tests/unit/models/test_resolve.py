@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from lit_fsdp.config.model import ModelConfig
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.models import hub
 from lit_fsdp.models.build import build_on_meta, num_parameters
 from lit_fsdp.models.miniature import shipped_config
-from lit_fsdp.models.resolve import resolve_model
+from lit_fsdp.models.resolve import resolve_architecture, resolve_model
 from lit_fsdp.models.tokenizers import load_tokenizer, miniature_tokenizer
+from tests.unit.models import families
 
 
 def _resolve(name, **options):
@@ -88,6 +93,8 @@ def test_names_that_cannot_be_used(tmp_path, saved, tiny, no_hub):
     tiny("llama").save_pretrained(tmp_path / "bare")
     folder = saved("llama")
     config = json.loads((folder / "config.json").read_text())
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text('{"base_model_name_or_path": "some/base"}')
     (folder / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "gptq"}}))
     for name, said, options in (
         (None, "got null", {}),
@@ -95,8 +102,88 @@ def test_names_that_cannot_be_used(tmp_path, saved, tiny, no_hub):
         (tmp_path / "empty", r"config\.json[\s\S]*export it first", {}),
         (tmp_path / "bare", f"for random init name {tmp_path / 'bare' / 'config.json'}", {}),
         (folder, "which is quantized", {}),
+        (tmp_path / "adapter", r"holds an adapter\n.*\n.*name its base \(some/base\).*lit-fsdp export --merge", {}),
         ("some/model", "configs/model", {"miniature": True}),
         ({"model_type": "mamba"}, r"model\.miniature: got true for mamba", {"miniature": True}),
     ):
         with pytest.raises(ConfigError, match=said):
             _resolve(str(name) if isinstance(name, Path) else name, **options)
+
+
+QUANTIZED = {  # by a tensor beside the weight of a layer, which is packed then, or in fp8
+    "weight.quant_state.bitsandbytes__nf4": "bitsandbytes", "weight.absmax": "bitsandbytes", "SCB": "bitsandbytes",
+    "qweight": "GPTQ", "qzeros": "GPTQ", "scales": "packed", "weight_packed": "compressed-tensors", "_blocks": "MXFP4",
+    "weight_scale_inv": "fp8", "weight_scale": "fp8", "weight._data": "another library",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "bin"])
+def test_quantized_weights_are_called_so_without_a_word_in_the_config(saved, no_hub, kind):
+    folder = saved("llama")
+    whole = load_file(folder / "model.safetensors")
+    name = "model.layers.0.self_attn.q_proj."
+    for word, library in QUANTIZED.items():
+        tensors = whole | {f"{name}{word}".replace("proj._", "proj_"): torch.ones(4, dtype=torch.uint8)}
+        if "scale_inv" not in word:  # whose weights have their shape
+            tensors[f"{name}weight"] = torch.ones(8, 1, dtype=torch.uint8)
+        (folder / "model.safetensors").unlink(missing_ok=True)
+        if kind == "bin":
+            torch.save(tensors, folder / "pytorch_model.bin")
+        else:
+            save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(ConfigError, match=rf"model\.name: got .*, which is quantized \(.*{library}.*{name[:-1]}"):
+            _resolve(str(folder))
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+LINEAR = {"rope_type": "linear", "factor": 8.0}
+PLAIN = {"rope_type": "default", "rope_theta": 5e5}
+HALF = {**PLAIN, "partial_rotary_factor": 0.5}
+LAYERS = {"full_attention": PLAIN, "sliding_attention": {**PLAIN, "rope_theta": 2e4}}
+# family; rope_parameters; what a model card adds; the rope_parameters that it means, or None where that is refused
+SCALED = (
+    ("llama", PLAIN, {"rope_scaling": YARN}, {**PLAIN, **YARN}),
+    ("qwen2", PLAIN, {"rope_scaling": {"type": "linear", "factor": 8.0}}, {**PLAIN, **LINEAR}),
+    ("llama", {**PLAIN, **LINEAR}, {"rope_scaling": YARN}, {**PLAIN, **YARN}),
+    ("llama", PLAIN, {"rope_scaling": YARN, "rope_theta": 7e5}, {**YARN, "rope_theta": 7e5}),
+    ("llama", PLAIN, {"rope_scaling": {**YARN, "rope_theta": 7e5}}, {**YARN, "rope_theta": 7e5}),
+    ("gpt_neox", HALF, {"rope_scaling": YARN}, {**HALF, **YARN}),
+    ("gemma3_text", LAYERS, {"rope_scaling": LINEAR}, {**LAYERS, "full_attention": {**PLAIN, **LINEAR}}),
+    ("gemma3_text", LAYERS, {"rope_scaling": {"full_attention": LINEAR}}, None),
+    ("olmo3", LAYERS, {"rope_scaling": {"type": "linear", "factor": 8.0}}, None),
+    ("gemma4_text", LAYERS, {"rope_scaling": LINEAR}, None),
+    ("llama", PLAIN, {"rope_scaling": {"factor": 8.0}}, None),
+)
+
+
+def _frequencies(config):
+    rotary = AutoModelForCausalLM.from_config(config).base_model.rotary_emb
+    return {name: buffer.tolist() for name, buffer in rotary.named_buffers()}
+
+
+@pytest.mark.filterwarnings("ignore:`rope_scaling` is deprecated")  # Gemma 4's
+@pytest.mark.parametrize("form", ["folder", "json", "mapping", "miniature"])
+def test_a_scaling_that_is_added_keeps_the_frequencies_of_the_model(tmp_path, no_hub, form, caplog):
+    for family, saved, added, meant in SCALED:
+        values = {**families.tiny(family).to_dict(), "rope_parameters": saved}
+        values["layer_types"] = ["sliding_attention", "full_attention"] if saved is LAYERS else None
+        values["num_hidden_layers"], published = 2, json.loads(json.dumps({**values, **added}))
+        (tmp_path / "config.json").write_text(json.dumps(published))
+        name = (
+            published
+            if form in ("mapping", "miniature")
+            else str(tmp_path / "config.json" if form == "json" else tmp_path)
+        )
+        caplog.clear()
+        if meant is None:
+            with pytest.raises(
+                ConfigError, match=r"with rope_scaling .*\n.*\n.*write the scaling into rope_parameters"
+            ):
+                resolve_architecture(ModelConfig(name=name, miniature=form == "miniature"))
+            continue
+        found = resolve_architecture(ModelConfig(name=name, miniature=form == "miniature"))
+        plain = copy.deepcopy(found)
+        plain.rope_parameters = copy.deepcopy(meant)
+        assert _frequencies(found) == _frequencies(plain), (family, added)
+        says = saved is not LAYERS and "theta" not in str(added)
+        assert ("of which {'rope_theta': 500000.0" in caplog.text) == says

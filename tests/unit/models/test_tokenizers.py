@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from lit_fsdp import CausalLMDataModule, CausalLMModule
@@ -107,6 +109,56 @@ def test_generation_stops_where_the_template_ends_a_turn(tiny):
         files = model_files(source, tokenizer, model)
         assert json.loads(files["hf/config.json"])["pad_token_id"] == 5  # the model's own: another would freeze a row
         assert json.loads(files["hf/generation_config.json"])["eos_token_id"] == kept
+
+
+BARE = {"do_sample": False, "temperature": 0.6, "top_p": 0.9}
+# generation_config.json, what else config.json holds, and what training makes of both
+AS_PUBLISHED = (
+    (BARE, {}, {**BARE, "pad_token_id": 317, "eos_token_id": 316}),
+    (
+        {"num_beams": 1, "length_penalty": 2.0, "max_new_tokens": -1, "own": {"a": [1]}, "eos_token_id": [0]},
+        {"temperature": 0.1},
+        {"num_beams": 1, "length_penalty": 2.0, "max_new_tokens": -1, "own": {"a": [1]}, "eos_token_id": [0, 316]},
+    ),
+    (None, {"temperature": 0.7, "num_return_sequences": 3, "own": 1}, {"temperature": 0.7, "num_return_sequences": 3}),
+    ([1], {}, "generation_config.json with list"),
+    (b"{", {}, "generation_config.json (JSONDecodeError"),
+)
+
+
+@pytest.mark.parametrize("form", ["safetensors", "bin"])
+def test_generation_configs_stay_as_published(saved, form):
+    """Whatever transformers thinks of them; in a folder that is converted first, too."""
+    for given, of_model, wanted in AS_PUBLISHED:
+        folder = saved("llama")
+        file, config = folder / "generation_config.json", json.loads((folder / "config.json").read_bytes())
+        (folder / "config.json").write_text(json.dumps(config | of_model))
+        file.write_bytes(given if isinstance(given, bytes) else json.dumps(given).encode())
+        if given is None:
+            file.unlink()
+        if form == "bin":
+            weights = folder / "model.safetensors"
+            torch.save(load_file(weights), folder / "pytorch_model.bin")
+            weights.unlink()
+        miniature_tokenizer().save_pretrained(folder)
+        module = CausalLMModule(name=str(folder))
+        if isinstance(wanted, str):
+            with pytest.raises(ConfigError, match=re.escape(wanted)):
+                module.build().checkpoint_files()
+            continue
+        found = json.loads(module.build().checkpoint_files()["hf/generation_config.json"])
+        assert wanted.items() <= found.items()
+        assert given is None or found.keys() <= {*wanted, "pad_token_id", "eos_token_id"}
+
+
+def test_what_cannot_be_saved_is_refused_by_name(tiny):
+    source, tokenizer = _source(tiny, None), miniature_tokenizer()
+    tokenizer.init_kwargs["made_by"] = object()
+    with pytest.raises(ConfigError, match=r"model\.tokenizer: got None, which cannot be saved \(TypeError: Object of"):
+        model_files(source, tokenizer)
+    source.hf_config.made_by = object()
+    with pytest.raises(ConfigError, match=r"model\.name: got LlamaConfig, which cannot be saved"):
+        model_files(source, miniature_tokenizer())
 
 
 TOKENS = ["<|tool|>", "<|im_end|>", "<|think|>"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from packaging.version import Version
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
@@ -15,8 +16,11 @@ from tests.unit.models.families import tiny
 
 WIDTH, ROWS, TOKENS, BLOCKS = 16, 2, 4, 5
 LINEAR = 2 * ROWS * TOKENS * WIDTH * WIDTH  # FLOPs of one linear layer forward; its backward costs twice that
-# torch counts no FLOPs for this one; here each call is one
-ATTENTION = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda *args, **kwargs: 1}
+# torch counts none of these, or from 2.15 on the second; here each forward call is one
+ATTENTION = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda *args, **kwargs: 1,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda *args, **kwargs: 0,
+}
 PLAIN = 3 * (2 * BLOCKS + 1) * LINEAR + BLOCKS
 # options; linear layers and attentions that run again; what the blocks say
 MODES = {
@@ -102,6 +106,12 @@ def test_activations_move_and_parameters_stay(monkeypatch: pytest.MonkeyPatch):
     step(net)
     assert len(moved) >= 5 * BLOCKS
     assert (WIDTH, WIDTH) not in moved  # weights, transposed ones
+    moved.clear()
+    prepare_blocks(net.blocks, ActivationConfig(**MODES["selective_offload"][0]))
+    step(net)
+    # the linear layers' outputs, which older releases keep on the device
+    kept = 2 * BLOCKS if Version(torch.__version__).release >= (2, 15) else 0
+    assert moved.count((ROWS * TOKENS, WIDTH)) == kept
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # torch about itself

@@ -18,7 +18,7 @@ from lit_fsdp.parallel.grads import GuardedSteps
 def plugin_of(policy: Any, is_fp16: bool = False) -> GuardedSteps:
     """Without a Trainer."""
     nothing = {"shard_group": None, "has_copies": False, "root_device": torch.device("cpu"), "reshard": lambda: None}
-    strategy = SimpleNamespace(**nothing, used_params=lambda optimizer: ([], torch.empty(0)))
+    strategy = SimpleNamespace(**nothing, world_size=1, used_params=lambda optimizer: ([], torch.empty(0)))
     plugin = GuardedSteps(policy, is_fp16, strategy)
     plugin._after_closure = lambda model, optimizer: None  # type: ignore[method-assign]
     return plugin

@@ -1,0 +1,97 @@
+"""Norms of gradients by parameter, as one process would log them."""
+
+from __future__ import annotations
+
+import weakref
+from types import FunctionType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities.grads import grad_norm
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from lit_fsdp.errors import require
+from lit_fsdp.parallel.units import clean_name
+
+STRATEGIES: Any = weakref.WeakSet()
+"""Those that live; the parameters say whose they are."""
+
+
+def grad_norms(module: nn.Module, norm_type: float | str, group_separator: str = "/") -> dict[str, torch.Tensor]:
+    """The norms of the gradients of a module's parameters and of all of them together, as one process would log them.
+
+    Keys and values are those of ``lightning.pytorch.utilities.grad_norm``, which sees this rank's shards alone.
+    Every rank calls it, as in ``on_before_optimizer_step``; with :class:`lit_fsdp.CausalLMModule` after its own hook.
+
+    Args:
+        module: The LightningModule, or any part of it.
+        norm_type: The p of the norms, above 0, or ``inf``.
+        group_separator: Between ``grad_{p}_norm`` and the name of a parameter.
+
+    Returns:
+        Scalars, equal on all ranks: ``grad_{p}_norm/NAME`` of each parameter with a gradient, ``grad_{p}_norm_total``.
+
+    Raises:
+        ConfigError: ``norm_type`` is not above 0.
+    """
+    power = float(norm_type)
+    require(power > 0, "norm_type", norm_type, "a number above 0, or inf")
+    strategy = _strategy_of(module)
+    params = {clean_name(name): param for name, param in module.named_parameters() if param.requires_grad}
+    if strategy is None:
+        has_grad = [param.grad is not None for param in params.values()]
+    else:
+        has_grad = strategy.have_gradients(list(params.values()))
+    names = [name for name, has in zip(params, has_grad, strict=True) if has]
+    if not names:
+        return {}
+    group = None if strategy is None else strategy.shard_group
+    norms = torch.stack([_own_norm(params[name], power, group, strategy) for name in names])
+    if group is not None:
+        dist.all_reduce(norms, dist.ReduceOp.MAX if power == float("inf") else dist.ReduceOp.SUM, group=group)
+    norms = (norms if power == float("inf") else norms ** (1 / power)).float()
+    key = f"grad_{power}_norm"
+    found = {f"{key}{group_separator}{name}": norm for name, norm in zip(names, norms.unbind(), strict=True)}
+    return {**found, f"{key}_total": norms.norm(power)}
+
+
+def _strategy_of(module: nn.Module) -> Any:
+    """The sharding strategy whose parameters these are; None: they are whole on every rank."""
+    first = next(module.parameters(), None)
+    return next((one for one in STRATEGIES if one.config.is_sharded and id(first) in one._names), None)
+
+
+def _own_norm(param: nn.Parameter, power: float, group: Any, strategy: Any) -> torch.Tensor:
+    """What this rank adds to the norm of a gradient, in fp64: of a finite ``power`` the norm to that power."""
+    grad: Any = param.grad
+    local = grad.to_local() if isinstance(grad, DTensor) else grad
+    is_whole = not isinstance(grad, DTensor) and (strategy is None or any(param is one for one in strategy.replicated))
+    device = param.device if strategy is None else strategy.root_device
+    if local is None or not local.numel() or (is_whole and group is not None and dist.get_rank(group)):
+        return torch.zeros((), dtype=torch.float64, device=device)  # another rank adds it
+    norm = torch.linalg.vector_norm(local, power, dtype=torch.float32).to(device).double()
+    return norm if power == float("inf") else norm**power
+
+
+_lightnings = FunctionType(grad_norm.__code__, grad_norm.__globals__, argdefs=grad_norm.__defaults__)
+
+
+def whole_grad_norm(module: nn.Module, *args: Any) -> Any:
+    """Lightning's utility, where every rank has whole gradients."""
+    strategy = _strategy_of(module)
+    given = f"shards of {strategy and strategy.config.engine}"
+    allowed = "lit_fsdp.grad_norms(module, norm_type), called by every rank: the same keys, norms of whole gradients"
+    require(strategy is None, "lightning.pytorch.utilities.grad_norm", given, allowed)
+    return _lightnings(module, *args)
+
+
+def _replacement(module: Any, norm_type: Any, group_separator: str = "/") -> Any:
+    from lit_fsdp.parallel.norms import whole_grad_norm
+
+    return whole_grad_norm(module, norm_type, group_separator)
+
+
+# The code, as modules have imported the function by its name: of shards it fails, or gives norms of this rank's.
+grad_norm.__code__ = _replacement.__code__

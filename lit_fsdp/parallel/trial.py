@@ -1,0 +1,93 @@
+"""Two steps of an optimizer on tiny tensors, laid out as the engine's, before any of the model's is touched."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, ones
+from torch.optim import Optimizer
+
+_SIZE = 4
+_STRAYS = 1e-2  # of an update; LAMB strays by more, what goes element by element by nothing
+
+
+def refusal_of(optimizer: Optimizer, is_flat: bool, is_saved: bool) -> str:
+    """Why an optimizer, of whatever class, cannot train parameters laid out as its own, in one line; empty if it can.
+
+    A copy of it steps; one that cannot be copied is not tried. ``is_flat``: the parameters are flat parts, as FSDP1
+    gives them, so a matrix in two parts, as two ranks have it, must move as the whole one does. ``is_saved``: what it
+    keeps must be tensors and numbers.
+    """
+    matrix = torch.linspace(-1, 1, _SIZE * _SIZE)
+    values = (matrix.view(_SIZE, _SIZE), *matrix.chunk(2)) if is_flat else ()
+    try:
+        copies = [_copy_on(v.to, optimizer) for v in values] or [_copy_on(_tiny, optimizer)]
+    except Exception:  # by what its author keeps in it; the first step will tell
+        return ""
+    try:
+        with warnings.catch_warnings(), torch.compiler.set_stance("force_eager"):  # torchao compiles for every shape
+            warnings.simplefilter("ignore")
+            moved = [_moved(own) for own in copies]
+    except Exception as error:
+        return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+    kept = [pair for entry in copies[0].state_dict()["state"].values() for pair in entry.items()] if is_saved else []
+    for key, value in kept:
+        if not torch.is_tensor(value) and not isinstance(value, (int, float)):
+            return f"its state_dict has a {type(value).__name__}, {key}, where a checkpoint holds a tensor or a number"
+    if is_flat:
+        whole, *parts = (torch.stack([one.float().flatten() for one in each]) for each in moved)
+        if (torch.cat(parts, dim=1) - whole).norm() > _STRAYS * whole.norm():
+            return "it computes with whole tensors, of which every rank has flat parts"
+    return ""
+
+
+def _tiny(param: torch.Tensor) -> torch.Tensor:
+    """Ones laid out like ``param``, with two rows per shard, or one less on the last if they are not as many on all."""
+    if not isinstance(param, DTensor):
+        return torch.ones([min(size, _SIZE) for size in param.shape], dtype=param.dtype, device=param.device)
+    (rows, *others), mesh = param.shape, param.device_mesh
+    shards = mesh.size(mesh.ndim - 1)
+    rows = rows if rows <= 2 * shards else 2 * shards - (rows % shards > 0)
+    shape = (rows, *(min(size, _SIZE) for size in others))
+    return ones(*shape, dtype=param.dtype, device_mesh=mesh, placements=param.placements).to(param.device)
+
+
+def _copy_on(make: Callable[..., torch.Tensor], optimizer: Optimizer) -> Any:
+    """A copy of an optimizer and of all that it keeps, on tensors made of its parameters, one for those alike."""
+    own, state = object.__new__(type(optimizer)), defaultdict[Any, Any](dict)
+    known: dict[int, Any] = {id(optimizer): own, id(optimizer.state): state}  # taken in place of copies
+    for group in optimizer.param_groups:
+        alike: dict[Any, nn.Parameter] = {}
+        for param in group["params"]:
+            value = make(param).clone()
+            key = (value.shape, value.dtype, param.requires_grad, isinstance(value, DTensor))
+            known[id(param)] = tiny = alike.setdefault(key, nn.Parameter(value, param.requires_grad))
+            for name, kept in optimizer.state.get(param, {}).items():  # of those who begin it when they are made
+                is_like = torch.is_tensor(kept) and kept.shape == param.shape
+                state[tiny][name] = torch.zeros_like(tiny) if is_like else copy.deepcopy(kept)
+    hooks: dict[str, Any] = {"_optimizer_step_pre_hooks": {}, "_optimizer_step_post_hooks": {}}
+    vars(own).update(copy.deepcopy(vars(optimizer), known) | hooks)
+    for group in own.param_groups:
+        group["params"][:] = dict.fromkeys(group["params"])
+        if isinstance(group.get("lr"), float):
+            group["lr"] = 0.1  # a warm-up may begin with none
+    return own
+
+
+def _moved(optimizer: Any) -> list[torch.Tensor]:
+    """By how much two steps move each trained parameter."""
+    if hasattr(optimizer, "train"):  # schedule-free ones step in no other mode
+        optimizer.train()
+    params = [param for group in optimizer.param_groups for param in group["params"] if param.requires_grad]
+    before = [param.detach().clone() for param in params]
+    for _ in range(2):
+        for param in params:
+            param.grad = param.detach().cos() / 8
+        type(optimizer).step(optimizer)  # the one of the instance, which schedules replace, steps the model's
+    return [param.detach() - old for param, old in zip(params, before, strict=True)]
