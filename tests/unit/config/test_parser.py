@@ -102,10 +102,10 @@ def test_any_optimizer(load: Any) -> None:
     optim = load("--model.optim.init_args.nesterov=true", more=text).run.model.optim
     assert (optim.optimizer, optim.lr, optim.warmup_steps) == ("torch.optim.SGD", 0.1, 2)
     assert optim.optimizer_args == {"momentum": 0.9, "nesterov": True}
-    error = refused(load, "--model.optim.class_path=bitsandbytes.optim.AdamW8bit")
-    assert error.fix == "add --allow-imports bitsandbytes, or set LIT_FSDP_ALLOW_IMPORTS=bitsandbytes"
-    words = ("--model.optim.class_path=bitsandbytes.optim.AdamW8bit", "--allow-imports", "bitsandbytes")
-    assert load(*words).run.model.optim.optimizer == "bitsandbytes.optim.AdamW8bit"
+    error = refused(load, "--model.optim.class_path=timm.optim.Lion")
+    assert error.fix == "add --allow-imports timm, or set LIT_FSDP_ALLOW_IMPORTS=timm"
+    words = ("--model.optim.class_path=timm.optim.Lion", "--allow-imports", "timm")
+    assert load(*words).run.model.optim.optimizer == "timm.optim.Lion"
 
 
 def test_of_validation_rows_and_a_split_the_one_given_later_holds(load: Any) -> None:
