@@ -94,9 +94,7 @@ def prepare_rows(sources: Sources, config: DataConfig, encoder: RowEncoder) -> T
     root = Path(config.cache_dir).expanduser() if config.cache_dir else cache_root()
     seen = [source.seen() for source in found]
     digests = [source.digest(root) for source in found]
-    parts = [
-        [digest, source.format, source.columns, source.turns] for digest, source in zip(digests, found, strict=True)
-    ]
+    parts = [[digest, one.format, one.columns, one.turns] for digest, one in zip(digests, found, strict=True)]
     fingerprint = content_hash([_VERSION, parts, encoder.text, config.on_bad_row])
 
     def make(folder: Path) -> None:

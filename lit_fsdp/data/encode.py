@@ -132,7 +132,7 @@ class RowEncoder:
         self, rows: Sequence[Mapping[str, Any]], row_format: RowFormat, locations: Sequence[str]
     ) -> list[tuple[list[Encoded], tuple[str, ...]]]:
         """Samples of any length of each row, and what its template does not write."""
-        pairs = list(zip(rows, locations, strict=True))
+        pairs = zip(rows, locations, strict=True)
         if row_format == "tokens":
             return [([sample(*read_tokens(row, self._num_ids, location))], ()) for row, location in pairs]
         rendered = [self._rendered(row, row_format, location) for row, location in pairs]

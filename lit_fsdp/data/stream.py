@@ -93,9 +93,7 @@ class SampleStream:
             "weights": self._weights,
             "seed": self._seed,
             **{name: getattr(self._config, name) for name in names},
-            "encoding": content_hash(
-                [self._encoder.text, self.formats, [[one.columns, one.turns] for one in self.sources]]
-            ),
+            "encoding": content_hash([self._encoder.text, self.formats, [(s.columns, s.turns) for s in self.sources]]),
         }
 
     def global_batches(self, start: dict[str, Any] | None = None) -> Iterator[GlobalBatch]:
