@@ -35,7 +35,7 @@ from lit_fsdp.parallel.checkpointing import Checkpoints, check_packed_state
 from lit_fsdp.parallel.debug import write_rank
 from lit_fsdp.parallel.grads import GuardedSteps
 from lit_fsdp.parallel.materialize import Materializer, Reader, reset_parameters_reader
-from lit_fsdp.parallel.norms import STRATEGIES
+from lit_fsdp.parallel.norms import STRATEGIES, warn_of_lightnings
 from lit_fsdp.parallel.precision import (
     TORCH_DTYPES,
     DtypeContract,
@@ -270,6 +270,8 @@ class EngineStrategy(Checkpoints):
         module = self.lightning_module
         if trainer.state.fn == "fit":
             self._check_hyperparameters()
+            if self.config.is_sharded and dist.get_rank() == 0:
+                warn_of_lightnings([module, *trainer.callbacks])
         if self._owner is not module:
             is_ours = hasattr(module, "read_tensor")
             self.contract.is_error = (self.config.contract or ("error" if is_ours else "warn")) == "error"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 import weakref
-from types import FunctionType
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from lit_fsdp.errors import require
 from lit_fsdp.parallel.units import clean_name
 
+_log = logging.getLogger(__name__)
 STRATEGIES: Any = weakref.WeakSet()
 """Those that live; the parameters say whose they are."""
 
@@ -75,23 +78,13 @@ def _own_norm(param: nn.Parameter, power: float, group: Any, strategy: Any) -> t
     return norm if power == float("inf") else norm**power
 
 
-_lightnings = FunctionType(grad_norm.__code__, grad_norm.__globals__, argdefs=grad_norm.__defaults__)
-
-
-def whole_grad_norm(module: nn.Module, *args: Any) -> Any:
-    """Lightning's utility, where every rank has whole gradients."""
-    strategy = _strategy_of(module)
-    given = f"shards of {strategy and strategy.config.engine}"
-    allowed = "lit_fsdp.grad_norms(module, norm_type), called by every rank: the same keys, norms of whole gradients"
-    require(strategy is None, "lightning.pytorch.utilities.grad_norm", given, allowed)
-    return _lightnings(module, *args)
-
-
-def _replacement(module: Any, norm_type: Any, group_separator: str = "/") -> Any:
-    from lit_fsdp.parallel.norms import whole_grad_norm
-
-    return whole_grad_norm(module, norm_type, group_separator)
-
-
-# The code, as modules have imported the function by its name: of shards it fails, or gives norms of this rank's.
-grad_norm.__code__ = _replacement.__code__
+def warn_of_lightnings(parts: Iterable[Any]) -> None:
+    """Say so where the file of one of these objects has imported the function that sees this rank's shards alone."""
+    for module in dict.fromkeys(type(part).__module__ for part in parts):
+        if any(value is grad_norm for value in vars(sys.modules[module]).values()):
+            text = (
+                "%s imports lightning.pytorch.utilities.grad_norm, which sees this rank's shards alone, and fails on "
+            )
+            _log.warning(
+                f"{text}DTensors; lit_fsdp.grad_norms, called by every rank, gives what it gives on one", module
+            )
