@@ -385,6 +385,7 @@ class RecipeCLI(LightningCLI):
         folder = Path(parsed.trainer.default_root_dir)
         if self._has_own_data() and isinstance(self.model, CausalLMModule):
             self.datamodule.attach(self.model.tokenizer, parsed.seed_everything or 0, self.model.takes_pairs)
+            self.datamodule.num_embeddings = self.model.num_embeddings
             self.datamodule.prepare(_STAGES[verb])
             if self.samples is not None and verb == "fit":
                 self.samples.read(self.datamodule)

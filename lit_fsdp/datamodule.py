@@ -40,6 +40,8 @@ class CausalLMDataModule(LightningDataModule):
     a data set on the hub at the commit that its name stood for on the first one.
     """
 
+    num_embeddings: int | None = None  # rows with larger token ids are refused; None: as the module says, if it does
+
     def __init__(self, **kwargs: Any) -> None:
         super().__init__()
         kwargs = vars(build(DataConfig, kwargs, "data"))
@@ -92,12 +94,12 @@ class CausalLMDataModule(LightningDataModule):
         """Prompts of so many of the first validation rows that are kept, or of all rows of a source."""
         tokenizer, config = self._tokenizer_or_the_models(), self.config
         if isinstance(of, str):
-            return read_prompts(of, config, tokenizer)
+            return read_prompts(of, config, tokenizer, num_embeddings=self._num_embeddings)
         self.prepare(("val",))
         samples = self._split("val")
         numbers = np.unique(samples.rows.numbers[samples.row_ids])[:of].tolist()
         sources: Any = config.train if config.val_split is not None else config.val
-        return read_prompts(sources, config, tokenizer, set(numbers))
+        return read_prompts(sources, config, tokenizer, set(numbers), self._num_embeddings)
 
     def prepare_data(self) -> None:
         """As :meth:`prepare`, by one process per node; an error is for :meth:`setup`, as others wait at a barrier."""
@@ -236,7 +238,7 @@ class CausalLMDataModule(LightningDataModule):
 
     def _streamed(self) -> StreamLoader:
         if self._stream is None:
-            trainer, config, pad = self._trainer(), self.config, pad_id(self._tokenizer_or_the_models())
+            trainer, config, pad = self._trainer(), self.config, self._pad_id()
             stream = SampleStream(config, self._encoder(), self._order_seed())
             pin = trainer.strategy.root_device.type == "cuda"
             self._stream = StreamLoader(stream, trainer.global_rank, trainer.world_size, pad, config, pin)
@@ -252,7 +254,7 @@ class CausalLMDataModule(LightningDataModule):
         return self._loader(split, lambda: iter(batches), len(batches))
 
     def _loader(self, split: str, indices: Callable[[], Iterator[list[int]]], length: int) -> BatchLoader:
-        batches = SampleBatches(self._split(split), pad_id(self._tokenizer_or_the_models()))
+        batches = SampleBatches(self._split(split), self._pad_id())
         pin_memory = self._trainer().strategy.root_device.type == "cuda"
         return BatchLoader(lambda: load(batches, self.config.num_workers, pin_memory, indices()), length)
 
@@ -277,10 +279,18 @@ class CausalLMDataModule(LightningDataModule):
     def _encoder(self) -> RowEncoder:
         """Rows to samples; the tokenizer gets the template of ``data.chat_template``, so that exports carry it."""
         tokenizer = self._tokenizer_or_the_models()
-        encoder = RowEncoder(tokenizer, self.config)
+        encoder = RowEncoder(tokenizer, self.config, self._num_embeddings)
         if self.config.chat_template is not None:
             tokenizer.chat_template = encoder.chat_template
         return encoder
+
+    def _pad_id(self) -> int:
+        return pad_id(self._tokenizer_or_the_models(), self._num_embeddings)
+
+    @property
+    def _num_embeddings(self) -> int | None:
+        module = getattr(self.trainer, "lightning_module", None)
+        return self.num_embeddings or getattr(module, "num_embeddings", None)
 
     def _tokenizer_or_the_models(self) -> PreTrainedTokenizerBase:
         if self._tokenizer is None:

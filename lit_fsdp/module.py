@@ -90,6 +90,11 @@ class CausalLMModule(LightningModule):
         """The model's tokenizer with its chat template."""
         return load_tokenizer(self.source, self.config)
 
+    @property
+    def num_embeddings(self) -> int:
+        """Token ids that the model takes."""
+        return self.source.num_embeddings
+
     def build(self) -> CausalLMModule:
         """Build the model on meta, unless it is there; nothing is read yet, and no process group is needed."""
         if self.model is None:

@@ -24,12 +24,14 @@ def main() -> None:
     from lit_fsdp.config.parser import load_recipe
     from lit_fsdp.data.cache import prepare_rows
     from lit_fsdp.data.encode import RowEncoder
-    from lit_fsdp.models.resolve import resolve_tokenizer
+    from lit_fsdp.models.resolve import resolve_model
+    from lit_fsdp.models.tokenizers import load_tokenizer
     from lit_fsdp.report.data import print_samples
 
     run = load_recipe(["--config", "recipes/quickstart.yaml"], "data").run
-    tokenizer = resolve_tokenizer(run.model)
-    rows = prepare_rows(run.data.train, run.data, RowEncoder(tokenizer, run.data))
+    source = resolve_model(run.model, with_weights=False)
+    tokenizer = load_tokenizer(source, run.model)
+    rows = prepare_rows(run.data.train, run.data, RowEncoder(tokenizer, run.data, source.num_embeddings))
     console = Console(record=True, width=112, file=io.StringIO(), force_terminal=True, color_system="truecolor")
     print_samples(console, tokenizer, "train", [rows.row(0), rows.row(1)])
     svg = console.export_svg(title="lit-fsdp data inspect --config recipes/quickstart.yaml --n 2", theme=MONOKAI)

@@ -43,12 +43,14 @@ def _inspect(argv: Sequence[str]) -> int:
     from lit_fsdp.data.encode import RowEncoder
     from lit_fsdp.data.packing import describe_data
     from lit_fsdp.data.stream import prepare_samples
-    from lit_fsdp.models.resolve import resolve_tokenizer
+    from lit_fsdp.models.resolve import resolve_model
+    from lit_fsdp.models.tokenizers import load_tokenizer
     from lit_fsdp.report.data import data_table, pieces, print_samples, write_plot
     from lit_fsdp.report.tables import wide_console
 
-    config, tokenizer = run.data, resolve_tokenizer(run.model)
-    encoder = RowEncoder(tokenizer, config)
+    config, source = run.data, resolve_model(run.model, with_weights=False)
+    tokenizer = load_tokenizer(source, run.model)
+    encoder = RowEncoder(tokenizer, config, source.num_embeddings)
     samples = prepare_samples(config, there, encoder)
     record = describe_data(samples, config, encoder)
     if options.plot is not None:

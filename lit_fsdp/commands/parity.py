@@ -131,6 +131,7 @@ def _train_plain(recipe: dict[str, Any], steps: int) -> Any:
     data = CausalLMDataModule(**values["data"]["init_args"])
     module.configure_model()
     data.attach(module.tokenizer, seed, takes_pairs=False)
+    data.num_embeddings = module.num_embeddings
     data.prepare(("train",))
     data.fix_batches(1, None)
     device = torch.device("cpu" if trainer["accelerator"] == "cpu" or not torch.cuda.is_available() else "cuda")

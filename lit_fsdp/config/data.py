@@ -12,8 +12,43 @@ RowFormat = Literal["auto", "messages", "sharegpt", "instruction", "prompt_compl
 COLUMNS = (
     *("messages", "conversations", "system", "tools", "instruction", "input", "output", "prompt", "completion", "text"),
     *("chat_template_kwargs", "input_ids", "labels", "completion_mask", "attention_mask", "chosen", "rejected"),
+    *("functions", "history"),
 )
 """Our columns, of all row formats."""
+ROLES = ("system", "developer", "user", "assistant", "tool")
+CALL = "function_call"
+"""Role of a message that holds the assistant's calls as JSON."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TurnsConfig:
+    """``data.turns``: how a source names the keys and roles of its turns, for one that is not read by itself."""
+
+    role: str | None = None
+    """Key of the role, e.g. speaker."""
+    content: str | None = None
+    """Key of the text, e.g. utterance."""
+    reasoning_content: str | None = None
+    """Key of the thoughts."""
+    tool_calls: str | None = None
+    """Key of the calls."""
+    train: str | None = None
+    """Key that says whether the turn is supervised, by true and false or 1 and 0."""
+    roles: dict[str, str] | None = None
+    """The source's role: our role, or function_call, e.g. {bot: assistant}; further ones are read as without it."""
+
+    def __post_init__(self) -> None:
+        for theirs, ours in (self.roles or {}).items():
+            fix = f"write {{{ours}: {theirs}}}" if theirs in ROLES else ""
+            require(ours in (*ROLES, CALL), f"roles.{theirs}", ours, f"one of {', '.join((*ROLES, CALL))}", fix)
+        for ours, theirs in self.keys.items():
+            is_own = [*self.keys.values()].count(theirs) == 1
+            require(is_own, ours, theirs, "another key of the source than for our other keys")
+
+    @property
+    def keys(self) -> dict[str, str]:
+        """Our key: the source's key."""
+        return {name: value for name, value in vars(self).items() if name != "roles" and value is not None}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +65,8 @@ class SourceConfig:
     """Row format of this source; default: data.format."""
     columns: dict[str, str] | None = None
     """Our column: the source's column, e.g. {messages: chat}; default: data.columns."""
+    turns: TurnsConfig | None = None
+    """Keys and roles of this source's turns; default: data.turns."""
     name: str | None = None
     """Set of validation or test rows with metrics of its own beside those of all; all sources have one or none."""
 
@@ -71,7 +108,10 @@ def check_sources(split: str, sources: Sources | Sets | None) -> list[SourceConf
 def _entry(given: str | SourceConfig | dict[str, Any]) -> SourceConfig:
     if isinstance(given, SourceConfig):
         return given
-    return SourceConfig(source=given) if isinstance(given, str) else SourceConfig(**given)
+    if isinstance(given, str):
+        return SourceConfig(source=given)
+    turns = given.get("turns")  # which jsonargparse leaves a mapping, as it does the entries of a set
+    return SourceConfig(**{**given, "turns": TurnsConfig(**turns) if isinstance(turns, dict) else turns})
 
 
 DEFAULT_BATCH = 16
@@ -85,7 +125,7 @@ class DataConfig:
     A source is a JSONL, JSON, text, CSV, TSV, Parquet or Arrow file (also as .gz), a glob, a folder of such files
     (``folder:split``, split by file name) or one that ``datasets`` saved, a ``datasets`` name (``name:split``,
     ``name:configuration:split``), or ``generated:N`` for N generated chat rows. A mix is a list of sources; an entry
-    may be a mapping ``{source, weight, format, columns, revision}``. Sets of val and test that have names
+    may be a mapping ``{source, weight, format, columns, turns, revision}``. Sets of val and test that have names
     (``{easy: a.jsonl, hard: b.jsonl}``) get metrics of their own too: ``val_loss/easy`` beside ``val_loss``.
     """
 
@@ -103,12 +143,16 @@ class DataConfig:
     """Row format; auto finds it from the columns."""
     columns: dict[str, str] | None = None
     """Our column: the source's column, e.g. {messages: chat}."""
+    turns: TurnsConfig | None = None
+    """Keys and roles of the source's turns, e.g. {role: speaker, content: utterance, roles: {bot: assistant}}."""
     chat_template: str | None = None
     """chatml, llama3, mistral, gemma, zephyr, plain, or a file with a Jinja template; default: the tokenizer's own."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Further variables of the chat template, e.g. {enable_thinking: false}; a row's own column goes before."""
     supervise: Literal["all", "last", "flagged"] = "all"
     """Loss on all assistant turns, on the last, or on those whose message says train: true; train: false never is."""
+    split_turns: bool = False
+    """A sample for each of these turns, with the conversation up to it as at inference, and loss on that turn alone."""
     train_on_prompt: bool = False
     """Loss on every token of a conversation, the prompt too."""
     max_seq_length: int = 2048
@@ -119,6 +163,8 @@ class DataConfig:
     """Several samples to a sequence of max_seq_length; none sees another. Batch sizes count packs; predict has none."""
     on_bad_row: Literal["error", "drop"] = "error"
     """A row that cannot be read or marked exactly stops the run, or is dropped, counted and named."""
+    unwritten_text: Literal["error", "allow"] = "error"
+    """A row is bad if its template leaves out a text that is not the assistant's, or a tool; allow counts such rows."""
     streaming: bool = False
     """Tokenize while training and keep nothing on disk, for sources larger than it."""
     shuffle_window: int = 10_000
@@ -143,6 +189,8 @@ class DataConfig:
         for field, least in (*((count, 1) for count in counts), ("max_seq_length", 2), ("num_workers", 0)):
             value = getattr(self, field)
             require(value is None or value >= least, field, value, f">= {least}")
+        fits = not (self.split_turns and self.train_on_prompt)
+        require(fits, "split_turns", "true with train_on_prompt: true", "one of the two: loss on a turn, or on all")
         given = f"true with supervise: {self.supervise}"
         fits = not self.train_on_prompt or self.supervise == "all"
         require(fits, "train_on_prompt", given, "supervise: all, as every token is supervised")

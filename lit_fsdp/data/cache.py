@@ -37,7 +37,7 @@ ARRAYS = {
 """Files of a folder of tokenized rows (``NAME.bin``) and the type of what is in them."""
 
 _log = logging.getLogger(__name__)
-_VERSION = 13
+_VERSION = 14
 """Of what is written; another one is another folder."""
 _NAMED = 20
 _ROWS = 100
@@ -94,7 +94,7 @@ def prepare_rows(sources: Sources, config: DataConfig, encoder: RowEncoder) -> T
     root = Path(config.cache_dir).expanduser() if config.cache_dir else cache_root()
     seen = [source.seen() for source in found]
     digests = [source.digest(root) for source in found]
-    parts = [[digest, source.format, source.columns] for digest, source in zip(digests, found, strict=True)]
+    parts = [[digest, one.format, one.columns, one.turns] for digest, one in zip(digests, found, strict=True)]
     fingerprint = content_hash([_VERSION, parts, encoder.text, config.on_bad_row])
 
     def make(folder: Path) -> None:
@@ -145,7 +145,7 @@ def encode_rows(
             if not drops:
                 raise
             refused.append(str(error))
-            found.append(EncodedRow([], False, "refused"))
+            found.append(EncodedRow([], 0, ("refused",)))
     return found, refused
 
 
@@ -164,9 +164,10 @@ def tokenized(encoded: Sequence[EncodedRow], keys: Sequence[int] = ()) -> tuple[
     counts = {
         "rows_read": len(encoded),
         "rows": len(samples),
-        "truncated": sum(row.truncated and bool(row.samples) for row in encoded),
+        "truncated": sum(row.truncated for row in encoded),
         "tokens": len(arrays["input_ids"]),
-        "dropped": Counter(row.dropped for row in encoded if row.dropped is not None),
+        "dropped": Counter(why for row in encoded for why in row.dropped),
+        "unwritten": Counter(kind for row in encoded for kind in row.unwritten),
     }
     return counts, {name: np.array(array, dtype=ARRAYS[name]) for name, array in arrays.items()}
 

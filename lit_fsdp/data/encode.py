@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from lit_fsdp.config.data import DataConfig, RowFormat
 from lit_fsdp.data.chat_template import find_template, no_template
-from lit_fsdp.data.formats import Conversation, preference_sides, read_prompt, read_tokens, text_of, to_conversation
+from lit_fsdp.data.formats import (
+    Conversation,
+    num_alike,
+    preference_sides,
+    read_prompt,
+    read_tokens,
+    text_of,
+    to_conversation,
+)
 from lit_fsdp.data.masks import Encoded, Span, SpanEncoder, added_tokens, sample
-from lit_fsdp.data.turns import AssistantTurns, supervised_turns
+from lit_fsdp.data.turns import AssistantTurns, Unwritten, supervised_turns
 from lit_fsdp.errors import ConfigError, DataError, require
 
-_VERSION = 4
+_VERSION = 6
 """Raised with changes here or below that give the same rows other tokens or masks."""
 CUT, TOO_LONG = "cut before the assistant's turn", "longer than max_seq_length"
 EMPTY, NOTHING_LEFT = "empty", "without a supervised token"
+_SPLITS_TURNS = ("data.split_turns", "true")
 
 
 @dataclass(frozen=True)
@@ -28,24 +37,39 @@ class EncodedRow:
     """What became of one row."""
 
     samples: list[Encoded]
-    """After truncation; two of a preference, several of a plain text that was split, none of a row that was dropped."""
-    truncated: bool
-    dropped: str | None
-    """Why there is no sample, in a few words that can be counted."""
+    """After truncation; two of a preference, several of a plain text or a conversation that was split, or none."""
+    truncated: int = 0
+    """Samples of it that were cut."""
+    dropped: tuple[str, ...] = ()
+    """Why there is no sample, of the row or of a turn of ``data.split_turns``, in a few words that can be counted."""
+    unwritten: tuple[str, ...] = ()
+    """Roles of texts that the template does not write, ``tools`` for schemas; allowed by ``data.unwritten_text``."""
+
+
+class _Part(NamedTuple):
+    """What one sample is made of."""
+
+    text: str
+    spans: list[Span]
+    location: str
+    is_document: bool = False
+    """To which BOS and EOS are added."""
 
 
 class RowEncoder:
     """Rows to samples, with one tokenizer, template and data section; can be sent to another process.
 
     The ids of a conversation are those of ``apply_chat_template``; a text has BOS as the tokenizer puts it, and EOS.
-    ``text`` is everything that ids and masks depend on, ``chat_template`` the Jinja text of the template, if any.
+    ``text`` is everything that ids and masks depend on, ``chat_template`` the Jinja text of the template, if any. Ids
+    are below ``num_embeddings``, the model's; a tokenizer may have more.
 
     Raises:
         ConfigError: The tokenizer or the template cannot be used.
     """
 
-    def __init__(self, tokenizer: Any, config: DataConfig) -> None:
+    def __init__(self, tokenizer: Any, config: DataConfig, num_embeddings: int | None = None) -> None:
         self._config, self.tokenizer = config, tokenizer
+        self._num_ids = num_embeddings or 1 + max(tokenizer.get_vocab().values())
         self._spans = SpanEncoder(tokenizer)
         self._template = find_template(config.chat_template, tokenizer, config.chat_template_kwargs)
         self._turns = AssistantTurns(self._template, tokenizer) if self._template else None
@@ -55,8 +79,9 @@ class RowEncoder:
         self._suffix = suffix if self._eos in suffix else [*suffix, self._eos]
         special = {key: str(value) for key, value in sorted(tokenizer.special_tokens_map.items())}
         made_with = (self._spans.text, self._template.text if self._template else None, self._prefix, suffix, special)
-        settings = (config.supervise, config.train_on_prompt, config.truncation, config.max_seq_length)
-        self.text = json.dumps([_VERSION, made_with, settings])
+        names = ("supervise", "split_turns", "train_on_prompt", "unwritten_text", "truncation", "max_seq_length")
+        settings = [getattr(config, name) for name in names]
+        self.text = json.dumps([_VERSION, made_with, settings, self._num_ids])
 
     def encode(
         self, rows: Sequence[Mapping[str, Any]], row_format: RowFormat, locations: Sequence[str]
@@ -67,61 +92,117 @@ class RowEncoder:
             DataError: A row is bad, cannot be marked exactly, or is too long and ``data.truncation`` is error.
             ConfigError: Conversations, and no chat template.
         """
-        pairs = list(zip(rows, locations, strict=True))
+        splits = self._config.split_turns and row_format in ("preference", "tokens", "text")
+        require(not splits, *_SPLITS_TURNS, f"false for rows of format {row_format}")
         if row_format == "preference":
-            return self._preferences(pairs)
-        if row_format == "tokens":
-            found = [sample(*read_tokens(row, len(self.tokenizer), location)) for row, location in pairs]
+            found = self._preferences(rows, locations)
         else:
-            rendered = [self._rendered(row, row_format, location) for row, location in pairs]
-            texts, spans, are_documents = zip(*rendered, strict=True)
-            marked = self._spans.encode(texts, spans, locations)
-            found = [self._closed(*row, one) for row, one in zip(marked, are_documents, strict=True)]
-            if row_format == "text":
-                split = zip(texts, found, strict=True)
-                return [self._split(row) if text else EncodedRow([], False, EMPTY) for text, row in split]
-        return [self._cut(row, location) for row, location in zip(found, locations, strict=True)]
+            found = []
+            for (whole, unwritten), location in zip(self._whole(rows, row_format, locations), locations, strict=True):
+                parts = [self._split(one) if row_format == "text" else self._cut(one, location) for one in whole]
+                dropped = tuple(why for part in parts for why in part.dropped)
+                if not parts:
+                    dropped = (EMPTY if row_format == "text" else NOTHING_LEFT,)
+                samples = [one for part in parts for one in part.samples]
+                found.append(EncodedRow(samples, sum(part.truncated for part in parts), dropped, unwritten))
+        for encoded, location in zip(found, locations, strict=True):
+            for each in encoded.samples:
+                self._check_ids(each.input_ids, location)
+        return found
 
     def open_conversation(self, conversation: Conversation, location: str) -> list[int]:
         """Token ids of a conversation up to where the assistant takes over."""
         if self._template is None:
             raise no_template(f"conversations ({location})")
-        text, _ = self._template.render(_without_flags(conversation), location, generation_prompt=True)
-        return self._spans.encode([text], [[]], [location])[0][0]
+        assert self._turns is not None
+        conversation = _without_flags(conversation)
+        text, _ = self._template.render(conversation, location, generation_prompt=True)
+        self._allowed(self._turns.unwritten(conversation, text, generation_prompt=True), location)
+        ids = self._spans.encode([text], [[]], [location])[0][0]
+        self._check_ids(ids, location)
+        return ids
 
     def open_text(self, text: str, location: str) -> list[int]:
         """Token ids of a text that goes on: with BOS as the tokenizer puts it, and without EOS."""
         ids = self._spans.encode([text], [[]], [location])[0][0]
+        self._check_ids(ids, location)
         return ids if ids[: len(self._prefix)] == self._prefix else [*self._prefix, *ids]
 
-    def _rendered(self, row: Mapping[str, Any], row_format: RowFormat, location: str) -> tuple[str, list[Span], bool]:
-        """A row as text, what is supervised of it, and whether it is a document, to which BOS and EOS are added."""
-        whole = self._config.train_on_prompt
+    def _whole(
+        self, rows: Sequence[Mapping[str, Any]], row_format: RowFormat, locations: Sequence[str]
+    ) -> list[tuple[list[Encoded], tuple[str, ...]]]:
+        """Samples of any length of each row, and what its template does not write."""
+        pairs = zip(rows, locations, strict=True)
+        if row_format == "tokens":
+            return [([sample(*read_tokens(row, self._num_ids, location))], ()) for row, location in pairs]
+        rendered = [self._rendered(row, row_format, location) for row, location in pairs]
+        parts = [part for of_row, _ in rendered for part in of_row]
+        texts, spans = [part.text for part in parts], [part.spans for part in parts]
+        marked = self._spans.encode(texts, spans, [part.location for part in parts])
+        samples = iter([self._closed(*one, part.is_document) for one, part in zip(marked, parts, strict=True)])
+        return [([next(samples) for _ in of_row], unwritten) for of_row, unwritten in rendered]
+
+    def _rendered(
+        self, row: Mapping[str, Any], row_format: RowFormat, location: str
+    ) -> tuple[list[_Part], tuple[str, ...]]:
+        """A row as one text, or with ``data.split_turns`` one up to each supervised turn, and what they lack of it."""
+        whole, splits = self._config.train_on_prompt, self._config.split_turns
         if row_format == "text":
             text = text_of(row, "text", location)
-            return text, [(0, len(text))], True
+            return [_Part(text, [(0, len(text))], location, True)] if text else [], ()
         plain = read_prompt(row, location) if row_format == "prompt_completion" else None
         if plain:  # which stand as they are, as that is what they mean to a base model
+            require(not splits, *_SPLITS_TURNS, f"false for prompts and completions in plain text ({location})")
             text = "".join(plain)
-            return text, [(0 if whole else len(plain[0]), len(text))], True
+            return [_Part(text, [(0 if whole else len(plain[0]), len(text))], location, True)], ()
         if self._turns is None:
             raise no_template(f"{row_format} rows ({location})")
         conversation = to_conversation(row, row_format, location, supervises_prompt=whole)
         wanted = supervised_turns(conversation.messages, self._config.supervise, whole, location)
-        return *self._turns.find(_without_flags(conversation), wanted, location), False
+        seen = _without_flags(conversation)
+        if splits:
+            upto = [replace(seen, messages=seen.messages[: turn + 1]) for turn in wanted]
+            found = [self._turns.find_last(one, location) for one in upto]
+        else:
+            found = [self._turns.find(seen, wanted, location)]
+        unwritten = dict.fromkeys(one for *_, lacks in found for one in lacks)  # once, however many samples lack it
+        return [_Part(text, spans, location) for text, spans, _ in found], self._allowed(unwritten, location)
 
-    def _preferences(self, pairs: Sequence[tuple[Mapping[str, Any], str]]) -> list[EncodedRow]:
+    def _allowed(self, unwritten: Iterable[Unwritten], location: str) -> tuple[str, ...]:
+        """Roles of texts that the template does not write, or DataError."""
+        names = ", ".join(name for name, _ in unwritten)
+        if names and self._config.unwritten_text == "error":
+            raise DataError(
+                f"{location}: the chat template does not write {names}, or not whole\n"
+                "  allowed: rows whose texts it writes; others with data.unwritten_text: allow\n"
+                "  fix:     data.chat_template: chatml, data.split_turns: true (Mistral), or data.on_bad_row: drop"
+            )
+        return tuple(kind for _, kind in unwritten)
+
+    def _check_ids(self, ids: Sequence[int] | np.ndarray, location: str) -> None:
+        if (highest := int(np.max(ids, initial=0))) >= self._num_ids:
+            token = self.tokenizer.convert_ids_to_tokens(highest)
+            raise DataError(
+                f"{location}: token {token!r} ({highest}), which has no embedding in the model\n"
+                f"  allowed: token ids 0 to {self._num_ids - 1}\n"
+                f"  fix:     leave the row out (data.on_bad_row: drop), or write model.add_tokens: [{token!r}]"
+            )
+
+    def _preferences(self, rows: Sequence[Mapping[str, Any]], locations: Sequence[str]) -> list[EncodedRow]:
         """Two samples per row, the chosen completion first; none where one of them has nothing left."""
         if self._config.train_on_prompt:
             allowed = "false for rows of chosen and rejected, which are compared by their completions"
             raise ConfigError("data.train_on_prompt", "true", allowed, "drop it")
-        sides = [side for row, location in pairs for side in preference_sides(row, location)]
-        locations = [f"{location}: {name}" for _, location in pairs for name in ("chosen", "rejected")]
-        found, rows = self.encode(sides, "prompt_completion", locations), []
-        for chosen, rejected in zip(found[::2], found[1::2], strict=True):
-            is_cut, dropped = chosen.truncated or rejected.truncated, chosen.dropped or rejected.dropped
-            rows.append(EncodedRow([] if dropped else chosen.samples + rejected.samples, is_cut, dropped))
-        return rows
+        sides = [side for row, at in zip(rows, locations, strict=True) for side in preference_sides(row, at)]
+        names = [f"{location}: {name}" for location in locations for name in ("chosen", "rejected")]
+        whole, found = self._whole(sides, "prompt_completion", names), []
+        for i in range(0, len(sides), 2):
+            ([one], unwritten), ([other], more) = whole[i : i + 2]
+            chosen, rejected = self._cut(one, names[i], other), self._cut(other, names[i + 1], one)
+            is_cut, dropped = max(chosen.truncated, rejected.truncated), chosen.dropped or rejected.dropped
+            samples = [] if dropped else chosen.samples + rejected.samples
+            found.append(EncodedRow(samples, 0 if dropped else is_cut, dropped, unwritten or more))
+        return found
 
     def _closed(self, ids: list[int], mask: np.ndarray, is_document: bool) -> Encoded:
         """A sample of the tokens of a row, of a document with BOS and EOS, once."""
@@ -148,36 +229,45 @@ class RowEncoder:
             borders[-2] -= 1
         pieces = [row.part(start, end) for start, end in pairwise(borders)]
         samples = [piece for piece in pieces if piece.supervised.any()]
-        return EncodedRow(samples, len(samples) < len(pieces), None if samples else NOTHING_LEFT)
+        return EncodedRow(samples, 0 < len(samples) < len(pieces), () if samples else (NOTHING_LEFT,))
 
-    def _cut(self, row: Encoded, location: str) -> EncodedRow:
-        """The row within ``max_seq_length``; of a longer one that part that ``data.truncation`` leaves."""
-        marked = np.flatnonzero(row.supervised)
-        if not len(marked):
-            return EncodedRow([], False, NOTHING_LEFT)
-        # What follows the last supervised token, such as the line break after the last turn, changes no loss.
-        row = Encoded(row.input_ids[: marked[-1] + 1], row.supervised[: marked[-1] + 1])
+    def _cut(self, whole: Encoded, location: str, other: Encoded | None = None) -> EncodedRow:
+        """The row within ``max_seq_length``; of a longer one that part that ``data.truncation`` leaves.
+
+        Of a preference, whose ``other`` side has the same prompt, both sides lose the same tokens of it.
+        """
+        row, other = _trimmed(whole), _trimmed(other or whole)
+        if not len(row.input_ids):
+            return EncodedRow([], 0, (NOTHING_LEFT,))
         length, limit, policy = len(row.input_ids), self._config.max_seq_length, self._config.truncation
-        if length <= limit:
-            return EncodedRow([row], False, None)
+        if max(length, len(other.input_ids) if policy == "start" else 0) <= limit:
+            return EncodedRow([row])
         if policy == "error":
             raise DataError(
                 f"{location}: {length} tokens\n  allowed: data.max_seq_length {limit}, as data.truncation is error\n"
                 f"  fix:     set data.max_seq_length: {length}, or data.truncation: drop"
             )
         if policy == "drop":
-            return EncodedRow([], False, TOO_LONG)
-        kept = row.part(0, limit) if policy == "end" else self._end_of(row, limit)
-        return EncodedRow([kept], True, None) if kept.supervised.any() else EncodedRow([], True, CUT)
+            return EncodedRow([], 0, (TOO_LONG,))
+        kept = row.part(0, limit) if policy == "end" else self._end_of(row, other, limit)
+        return EncodedRow([kept], 1) if kept.supervised.any() else EncodedRow([], 0, (CUT,))
 
-    def _end_of(self, row: Encoded, limit: int) -> Encoded:
-        """The last tokens of a row, behind the BOS that it began with."""
-        ids = row.input_ids.tolist()
+    def _end_of(self, row: Encoded, other: Encoded, limit: int) -> Encoded:
+        """The last tokens of a row, behind the BOS that it began with; what is alike in both by the longer one."""
+        ids, others = row.input_ids.tolist(), other.input_ids.tolist()
+        alike = num_alike(ids, others)
         kept = self._prefix if ids[: len(self._prefix)] == self._prefix else []
-        if ids[0] == self._bos and ids.count(self._bos) == 1:  # the template's, and no mark of a turn
+        if ids[0] == self._bos and ids[:alike].count(self._bos) == 1:  # the template's, and no mark of a turn
             kept = [self._bos]
-        start = len(ids) - limit + len(kept)
+        over = len(kept) - limit
+        start = max(len(ids) + over, min(len(others) + over, alike))
         return sample([*kept, *ids[start:]], np.concatenate([np.zeros(len(kept), bool), row.supervised[start:]]))
+
+
+def _trimmed(row: Encoded) -> Encoded:
+    """Without what follows the last supervised token, such as a line break after the last turn: it changes no loss."""
+    end = int(np.max(np.flatnonzero(row.supervised), initial=-1)) + 1
+    return Encoded(row.input_ids[:end], row.supervised[:end])
 
 
 def _without_flags(conversation: Conversation) -> Conversation:

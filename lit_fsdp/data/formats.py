@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from lit_fsdp.config.data import RowFormat
+from lit_fsdp.config.data import CALL, ROLES, RowFormat, TurnsConfig
 from lit_fsdp.errors import DataError
 
 Message = dict[str, Any]
@@ -25,14 +25,19 @@ _COLUMNS: dict[RowFormat, tuple[str, ...]] = {  # in this order: the first row f
     "text": ("text",),
     "preference": ("chosen", "rejected"),
 }
-_ROLES = ("system", "developer", "user", "assistant", "tool")
-_SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
-_UNKNOWN = {
-    **dict.fromkeys(("training", "train_detail", "loss", "weight"), "train: true or false"),
-    "function_call": "tool_calls",
-    "tool_responses": "each as a message of the role tool",
+_ROLE_KEYS, _CONTENT_KEYS = ("role", "from", "speaker", "author"), ("content", "value", "text")
+_FLAGS = ("train", "weight", "loss", "training")
+"""Keys that say whether a turn is supervised: ours, OpenAI's and SlimOrca's, ms-swift's, axolotl's."""
+_OTHER_ROLES = {
+    **dict.fromkeys(("human", "prompter"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "bard", "bing", "model"), "assistant"),
+    **dict.fromkeys(("observation", "function_response", "tool_response", "function", "ipython"), "tool"),
+    "tool_call": CALL,
 }
+"""Roles of ShareGPT, LLaMA-Factory, ms-swift, OpenAI's functions, Gemma and Llama 3."""
+_UNKNOWN = {"train_detail": "train: true or false", "tool_responses": "each as a message of the role tool"}
 """What other programs write into messages and nothing here would heed, and what to write instead."""
+_SAY_WHICH = "say which key is which, such as data.turns: {role: speaker, content: utterance}"
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names of the thoughts in a message: templates read the first, or, as GPT-OSS, the second."""
 _UNKNOWN_MASKS = ("loss_mask", "assistant_masks", "assistant_mask")
@@ -88,7 +93,7 @@ def read_prompt(row: Mapping[str, Any], location: str) -> tuple[str, str] | None
     """Prompt and completion in plain text, if they are; DataError beside columns that only a conversation can show."""
     if not is_plain(row):
         return None
-    if more := [column for column in ("system", "tools") if row.get(column)]:
+    if more := [column for column in ("system", "tools", "functions") if row.get(column)]:
         given = f"{more[0]} beside a prompt and a completion in plain text, which stand as they are"
         raise DataError(f"{location}: {given}\n  fix:     write them as lists of messages, which the template renders")
     return text_of(row, "prompt", location), text_of(row, "completion", location)
@@ -102,7 +107,9 @@ def preference_sides(row: Mapping[str, Any], location: str) -> list[dict[str, An
     Raises:
         DataError: The two are alike, or are not two texts or two lists of messages.
     """
-    chosen, rejected, prompt = row.get("chosen"), row.get("rejected"), row.get("prompt")
+    sides = (row.get("chosen"), row.get("rejected"))
+    chosen, rejected = ([side] if isinstance(side, Mapping) else side for side in sides)  # as LLaMA-Factory has them
+    prompt = row.get("prompt")
     kind = str if isinstance(chosen, str) else (list, tuple)
     if not isinstance(chosen, kind) or not isinstance(rejected, kind):
         given = f"chosen is {_shown(chosen)} and rejected {_shown(rejected)}"
@@ -112,12 +119,13 @@ def preference_sides(row: Mapping[str, Any], location: str) -> list[dict[str, An
             raise DataError(f"{location}: chosen and rejected are alike\n  fix:     leave the row out")
         shared = num_alike(chosen, rejected)
         shared -= chosen[shared - 1 : shared] == " "  # which goes with the word behind it
-        said = [one.get("content") for one in chosen[:shared] if isinstance(one, Mapping)]
+        said = [_first(one, _CONTENT_KEYS)[1] for one in chosen[:shared] if isinstance(one, Mapping)]
         if isinstance(prompt, str) and prompt.strip() not in [text.strip() for text in said if isinstance(text, str)]:
             given, fix = "a text that chosen and rejected do not begin with", "write the prompt as a list of messages"
             raise DataError(f"{location}: prompt is {given}\n  fix:     {fix}")
         prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
-    more = {name: row[name] for name in ("system", "tools", "chat_template_kwargs") if row.get(name) is not None}
+    names = ("system", "tools", "functions", "chat_template_kwargs")
+    more = {name: row[name] for name in names if row.get(name) is not None}
     return [{**more, "prompt": prompt, "completion": completion} for completion in (chosen, rejected)]
 
 
@@ -135,7 +143,12 @@ def to_conversation(
         prompt = text_of(row, "instruction", location)
         prompt += f"\n\n{text_of(row, 'input', location)}" if row.get("input") else ""
         answer = text_of(row, "output", location)
-        messages: list[Message] = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
+        told = _from_json(row.get("history"), f"{location}: history") or []
+        if not isinstance(told, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in told):
+            raise DataError(f"{location}: history is a list of pairs, a question and its answer, not {_shown(told)}")
+        texts = [text for pair in [*told, (prompt, answer)] for text in pair]
+        turns = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
+        messages = _messages(turns, location)
     elif row_format == "prompt_completion":
         messages = _messages(row.get("prompt"), f"{location}: prompt")
         if not supervises_prompt:
@@ -148,9 +161,14 @@ def to_conversation(
         if messages[0]["role"] in ("system", "developer"):
             raise DataError(f"{location}: a system column and a system message\n  fix:     keep one of them")
         messages = [{"role": "system", "content": text_of(row, "system", location)}, *messages]
-    tools = _from_json(row.get("tools"), f"{location}: tools") or None
-    if tools and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+    tools, functions = (_from_json(row.get(name), f"{location}: {name}") for name in ("tools", "functions"))
+    if tools and functions:
+        raise DataError(f"{location}: tools and functions\n  fix:     keep one of them")
+    tools = tools or functions or None
+    schemas: list[Any] = tools if isinstance(tools, list) else [None]
+    if tools and not all(isinstance(tool, dict) and isinstance(tool.get("function") or {}, dict) for tool in schemas):
         raise DataError(f"{location}: tools are a list of JSON schemas, not {_shown(tools)}")
+    tools = tools and [_schema(tool) for tool in schemas]
     kwargs = row.get("chat_template_kwargs") or {}
     if not isinstance(kwargs, Mapping):
         raise DataError(f"{location}: chat_template_kwargs are names with values, not {_shown(kwargs)}")
@@ -158,34 +176,79 @@ def to_conversation(
     return Conversation(messages, tools, given)
 
 
+def map_turns(row: Mapping[str, Any], turns: TurnsConfig) -> dict[str, Any]:
+    """The row with our keys and roles in its messages, in whichever column."""
+    found, gone, roles = dict(row), {*turns.keys, *turns.keys.values()}, turns.roles or {}
+    for column in ("messages", "conversations", "prompt", "completion", "chosen", "rejected"):
+        value = found.get(column)
+        if column in ("messages", "conversations"):
+            with suppress(DataError):  # which is said where the row is read
+                value = _from_json(value, column)
+        mapped: list[Any] = [value] if isinstance(value, Mapping) else [*value] if isinstance(value, list) else []
+        for number, turn in enumerate(mapped):
+            if isinstance(turn, Mapping):
+                made = {key: part for key, part in turn.items() if key not in gone}
+                made |= {ours: turn[theirs] for ours, theirs in turns.keys.items() if theirs in turn}
+                key, role = _first(made, _ROLE_KEYS)
+                mapped[number] = {**made, key: roles[str(role)]} if str(role) in roles else made
+                found[column] = mapped
+    return found
+
+
+def _first(turn: Mapping[str, Any], keys: Sequence[str]) -> tuple[str, Any]:
+    """The first of these keys that a message has, and its value; the last of them with nothing."""
+    return next(((key, turn[key]) for key in keys if turn.get(key) is not None), (keys[-1], None))
+
+
 def _messages(value: Any, location: str) -> list[Message]:
     if not isinstance(value, (list, tuple)) or not value:
         raise DataError(f"{location}: a conversation is a list of at least one message, not {_shown(value)}")
-    return [_message(turn, f"{location}: message {i}") for i, turn in enumerate(value)]
+    found: list[Message] = []
+    for number, turn in enumerate(value):
+        made = _message(turn, f"{location}: message {number}")
+        if made["role"] == CALL:  # a turn of the assistant's, or more of the one before it
+            made["role"], last = "assistant", found[-1] if found else {}
+            if last.get("role") == "assistant" and last.get("train") == made.get("train"):
+                calls, text = [*last.get("tool_calls", []), *made["tool_calls"]], last["content"] + made["content"]
+                made = {**found.pop(), **made, "content": text, "tool_calls": calls}
+        found.append(made)
+    return found
 
 
 def _message(turn: Any, location: str) -> Message:
     """A message with text as content and objects as the arguments of its calls, and whatever else it has."""
-    if isinstance(turn, Mapping) and turn.get("role") is None and turn.keys() >= {"from", "value"}:
-        made = {key: value for key, value in turn.items() if key not in ("from", "value")}
-        turn = {**made, "role": _SHAREGPT_ROLES.get(str(turn["from"]), turn["from"]), "content": turn["value"]}
-    if not isinstance(turn, Mapping) or "role" not in turn:
-        raise DataError(f"{location}: a message has role and content, or from and value, not {_shown(turn)}")
-    made = {key: value for key, value in turn.items() if value is not None}
+    made = {key: value for key, value in turn.items() if value is not None} if isinstance(turn, Mapping) else {}
+    (role_key, given), (content_key, content) = _first(made, _ROLE_KEYS), _first(made, _CONTENT_KEYS)
+    calls = [made[key] for key in ("tool_calls", CALL) if made.get(key)]
+    if given is None or (content is None and not calls):
+        said = f"a message has role and content, or from and value, not {_shown(turn)}"
+        raise DataError(f"{location}: {said}\n  fix:     {_SAY_WHICH}")
+    role = _OTHER_ROLES.get(str(given).lower(), str(given).lower())
+    if role not in (*ROLES, CALL):
+        fix = f"say whose it is, such as data.turns: {{roles: {{{str(given)[:40]}: assistant}}}}"
+        allowed = ", ".join((*ROLES, CALL, *_OTHER_ROLES))
+        raise DataError(f"{location}: role {reprlib.repr(given)}\n  allowed: {allowed}\n  fix:     {fix}")
     for key, fix in _UNKNOWN.items():
         if key in made:
             raise DataError(f"{location}: {key} of a message is not known here\n  fix:     write {fix}")
-    if turn["role"] not in _ROLES:
-        raise DataError(f"{location}: role {reprlib.repr(turn['role'])}\n  allowed: {', '.join(_ROLES)}")
-    if not isinstance(made.get("train", False), bool):
-        raise DataError(f"{location}: train {_shown(made['train'])}\n  allowed: true or false")
-    if made.pop("tool_calls", None):
-        made = {"content": "", **made, "tool_calls": _calls(turn["tool_calls"], location)}
+    flags = {key: made[key] for key in _FLAGS if key in made}
+    if any(flag not in (0, 1) for flag in flags.values()) or len({*flags.values()}) > 1:
+        said = ", ".join(f"{key} {_shown(flag)}" for key, flag in flags.items())
+        raise DataError(f"{location}: {said}\n  allowed: true or false, or 1 or 0: a turn has no share of the loss")
+    if role == CALL:  # as JSON, behind thoughts if there are such
+        content, end, said = content.rpartition("</think>") if isinstance(content, str) else ("", "", content)
+        calls, content = [*calls, said], content + end
+    made = {key: made[key] for key in made if key not in (role_key, content_key, *_FLAGS, "tool_calls", CALL)}
+    made |= {"role": role, **({"train": bool(max(flags.values()))} if flags else {})}
     if thoughts := [made[key] for key in REASONING if key in made]:  # transformers < 5.21 leaves other names unread
         made = {"thinking": thoughts[0], **made, "reasoning_content": thoughts[0]}
-    if isinstance(made.get("content"), (list, tuple)) and made["content"]:
-        made["content"] = "".join(_part(part, location) for part in made["content"])
-    return {**made, "content": text_of(made, "content", location)}
+    if len(calls) > 1:
+        raise DataError(f"{location}: calls twice\n  fix:     keep one of tool_calls and {CALL}")
+    if calls:
+        made["tool_calls"], content = _calls(_from_json(calls[0], f"{location}: {CALL}"), location), content or ""
+    if isinstance(content, (list, tuple)) and content:
+        content = "".join(_part(part, location) for part in content)
+    return {**made, "content": text_of({"content": content}, "content", location)}
 
 
 def _part(part: Any, location: str) -> str:
@@ -200,19 +263,29 @@ def _calls(calls: Any, location: str) -> list[dict[str, Any]]:
     """Calls with objects as arguments, which are JSON text in rows of OpenAI's."""
     found = []
     call: Any
-    for call in calls if isinstance(calls, (list, tuple)) else [None]:
+    for call in calls if isinstance(calls, (list, tuple)) and calls else [calls]:
         function = call.get("function", call) if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise DataError(f"{location}: tool_calls are a list of calls with a function name, not {_shown(calls)}")
         what = f"{location}: arguments of {function['name'][:40]!r}"
-        arguments = _from_json(function.get("arguments"), what) or {}
+        key, given = _first(function, ("arguments", "parameters"))
+        arguments = _from_json(given, what) or {}
         if not isinstance(arguments, Mapping):
             raise DataError(f"{what} are an object, not {_shown(arguments)}")
         if function is call:  # its name and arguments stand beside its id
             function = {key: value for key, value in call.items() if key not in ("id", "type")}
             call = {"type": "function"} | {key: value for key, value in call.items() if key == "id"}
+        function = {"arguments" if name == key else name: value for name, value in function.items()}
         found.append({**call, "function": {**function, "arguments": dict(arguments)}})
     return found
+
+
+def _schema(tool: dict[str, Any]) -> dict[str, Any]:
+    """A tool as templates know it, whose name may stand beside its type, as in OpenAI's functions and LLaMA-Factory."""
+    if tool.get("function") or not isinstance(tool.get("name"), str):
+        return tool
+    function = {key: value for key, value in tool.items() if key not in ("type", "function")}
+    return {"type": "function", "function": function}
 
 
 def read_tokens(row: Mapping[str, Any], num_ids: int, location: str) -> tuple[np.ndarray, np.ndarray]:

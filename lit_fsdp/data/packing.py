@@ -166,9 +166,10 @@ def plan_packs(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarr
 def describe_data(samples: Mapping[str, Samples], config: DataConfig, encoder: RowEncoder) -> dict[str, Any]:
     """What a run should be judged by before step 1, as JSON: numbers of each split, and settings that decide them."""
     names = ("packing", "max_seq_length", "global_batch_size", "micro_batch_size", "truncation")
+    turns = f"assistant turns ({config.supervise}{', each a sample' if config.split_turns else ''})"
     return {
         **{name: getattr(config, name) for name in names},
-        "loss_on": "every token" if config.train_on_prompt else f"assistant turns ({config.supervise})",
+        "loss_on": "every token" if config.train_on_prompt else turns,
         "template": config.chat_template or ("the tokenizer's own" if encoder.chat_template else "no"),
         "splits": {name: _described(split) for name, split in samples.items()},
     }
@@ -183,7 +184,7 @@ def _described(split: Samples) -> dict[str, Any]:
         "sources": [s | {"set": name} for s, name in zip(meta["sources"], split.sets, strict=True)]
         if split.sets
         else meta["sources"],
-        **{name: meta[name] for name in ("rows_read", "dropped", "truncated")},
+        **{name: meta[name] for name in ("rows_read", "dropped", "truncated", "unwritten")},
         "samples": len(lengths),
         "tokens": tokens,
         "supervised_tokens": supervised,

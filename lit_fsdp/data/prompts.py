@@ -27,7 +27,11 @@ class Prompt:
 
 
 def read_prompts(
-    sources: Sources, config: DataConfig, tokenizer: Any, numbers: Collection[int] | None = None
+    sources: Sources,
+    config: DataConfig,
+    tokenizer: Any,
+    numbers: Collection[int] | None = None,
+    num_embeddings: int | None = None,
 ) -> list[Prompt]:
     """Prompts of rows, through the template and the masks of training.
 
@@ -39,7 +43,8 @@ def read_prompts(
         DataError: A source or row is bad, or a prompt leaves no room for its answer.
         ConfigError: Conversations, and no chat template.
     """
-    encoder = RowEncoder(tokenizer, replace(config, supervise="last", train_on_prompt=False))
+    asking = replace(config, supervise="last", split_turns=False, train_on_prompt=False)
+    encoder = RowEncoder(tokenizer, asking, num_embeddings)
     found = find_sources(sources, replace(config, format="auto") if numbers is None else config)
     rows = ((row, one) for one in found for row in one.rows())
     prompts = []
@@ -71,7 +76,9 @@ def _prompt(row: Mapping[str, Any], form: RowFormat, location: str, encoder: Row
             return Prompt(encoder.open_conversation(replace(conversation, messages=before), location))
     (encoded,) = encoder.encode([row], form, [location])
     if not encoded.samples:
-        raise DataError(f"{location}: nothing to ask ({encoded.dropped})\n  fix:     leave this row out of the prompts")
+        raise DataError(
+            f"{location}: nothing to ask ({encoded.dropped[0]})\n  fix:     leave this row out of the prompts"
+        )
     ids, mask = encoded.samples[0].input_ids.tolist(), encoded.samples[0].supervised
     start = int(np.flatnonzero(~mask[: np.flatnonzero(mask)[-1]])[-1]) + 1
     return Prompt(ids[:start], ids[start:])

@@ -15,9 +15,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from lit_fsdp.config.data import GENERATED, DataConfig, RowFormat, SourceConfig, Sources, check_sources
+from lit_fsdp.config.data import GENERATED, DataConfig, RowFormat, SourceConfig, Sources, TurnsConfig, check_sources
 from lit_fsdp.data import readers
-from lit_fsdp.data.formats import find_format
+from lit_fsdp.data.formats import find_format, map_turns
 from lit_fsdp.data.readers import RawRow, Row, kind_of, naming
 from lit_fsdp.errors import DataError, require
 from lit_fsdp.host import make_once
@@ -45,6 +45,7 @@ class Source:
     """As the recipe has it; :attr:`row_format` is what the rows have."""
     weight: float | None = None
     columns: dict[str, str] | None = None
+    turns: TurnsConfig | None = None
 
     @cached_property
     def row_format(self) -> RowFormat:
@@ -61,6 +62,12 @@ class Source:
         for ours, theirs in (self.columns or {}).items():
             if ours not in there:
                 raise DataError(f"{self.name}: no column {theirs!r}, mapped to {ours!r}\n  allowed: {sorted(there)}")
+        turns = [turn for _, row in good for part in row.values() if isinstance(part, list) for turn in part]
+        there = {key for turn in turns if isinstance(turn, dict) for key in turn}
+        for ours, theirs in (self.turns.keys if self.turns else {}).items():
+            if ours not in there:
+                given = f"no message with the key {theirs!r}, which data.turns maps to {ours!r}"
+                raise DataError(f"{self.name}: {given}\n  allowed: {sorted(there)}")
         location, row = good[0]
         return find_format(set(row), location) if self.format == "auto" else self.format
 
@@ -85,6 +92,7 @@ class Source:
             mapped = self.columns or {}
             rest = {name: value for name, value in row.items() if name not in {*mapped, *mapped.values()}}
             row = rest | {ours: row[theirs] for ours, theirs in mapped.items() if theirs in row}
+            row = map_turns(row, self.turns) if self.turns else row
         elif not isinstance(row, DataError):
             row = DataError(f"{location}: {type(row).__name__}, not an object with columns")
         return location, row
@@ -138,7 +146,8 @@ def find_sources(sources: Sources, config: DataConfig | None = None, streaming: 
         files, hub = _found(entry)
         require(entry.revision is None or hub, "data", f"revision of {entry.source}", "a name on the hub")
         columns, form = config.columns if entry.columns is None else entry.columns, entry.format or config.format
-        found.append(Source(entry.source, tuple(files), hub, streaming, form, entry.weight, columns))
+        turns = entry.turns or config.turns
+        found.append(Source(entry.source, tuple(files), hub, streaming, form, entry.weight, columns, turns))
     return found
 
 

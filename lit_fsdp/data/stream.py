@@ -82,7 +82,7 @@ class SampleStream:
         self._weights = [source.weight for source in self.sources if source.weight is not None]
         self.fingerprint = content_hash([source.digest(None) for source in self.sources])
         """Of the content, as far as it is known; the order depends on it."""
-        self._read, self._dropped = 0, Counter[str]()
+        self._read, self._kept, self._dropped = 0, 0, Counter[str]()
 
     def record(self) -> dict[str, Any]:
         """What the order of the samples depends on, for checkpoints."""
@@ -93,7 +93,7 @@ class SampleStream:
             "weights": self._weights,
             "seed": self._seed,
             **{name: getattr(self._config, name) for name in names},
-            "encoding": content_hash([self._encoder.text, self.formats, [source.columns for source in self.sources]]),
+            "encoding": content_hash([self._encoder.text, self.formats, [(s.columns, s.turns) for s in self.sources]]),
         }
 
     def global_batches(self, start: dict[str, Any] | None = None) -> Iterator[GlobalBatch]:
@@ -112,8 +112,9 @@ class SampleStream:
         """The items of a window; a stream of little use is refused once enough of it, or an epoch, has been seen."""
         samples = self.samples(rows)
         self._read += samples.rows.meta["rows_read"]
+        self._kept += len(samples)
         self._dropped += samples.rows.meta["dropped"]
-        if (self._read >= _ENOUGH_ROWS or at["epoch"]) and self._read == self._dropped.total():
+        if (self._read >= _ENOUGH_ROWS or at["epoch"]) and not self._kept:
             raise nothing_supervised(", ".join(source.name for source in self.sources), self._dropped)
         order = np.arange(len(samples))
         if self._config.shuffle:

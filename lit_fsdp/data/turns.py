@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import accumulate, chain, dropwhile, groupby, pairwise, takewhile
 from typing import Any, NamedTuple
@@ -30,9 +30,16 @@ from lit_fsdp.errors import DataError
 _TAG = re.compile("\ue000(\\d+)([a-z]\\d*)\ue001")
 _BLANK_BEFORE_NOTHING = re.compile("\\s(\ue000\\d+s\ue001\ue000\\d+z\ue001)")
 _CONTENT = re.compile("\ue002(\\d+)\ue003")
+_END = re.compile(r"zq(\d+)x([az])", re.IGNORECASE)  # which no filter of a template changes but for its case
+_WORD = re.compile("[\\w\ue002\ue003]+")
 _FIRST, _LAST, _THOUGHT, _NAME, _RESULT = "s", "z", "r", "c", "t"
 _QUESTION, _ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content": "\ue004"}
 _MAX_KEPT = 4096
+
+
+Unwritten = tuple[str, str]
+"""A text that is not in the rendering, in words, and its role, or ``tools``."""
+Found = tuple[str, list[Span], list[Unwritten]]
 
 
 class _Tag(NamedTuple):
@@ -74,33 +81,81 @@ class AssistantTurns:
         self._bos, self._eos = tokenizer.bos_token, tokenizer.eos_token
         self._kept: dict[Any, Any] = {}
 
-    def find(self, conversation: Conversation, wanted: Sequence[int], location: str) -> tuple[str, list[Span]]:
-        """The text of a conversation, and the characters of its ``wanted`` turns, ends of turn included.
+    def find(self, conversation: Conversation, wanted: Sequence[int], location: str) -> Found:
+        """The text of a conversation, the characters of its ``wanted`` turns, ends of turn included, and what it lacks.
 
-        Messages have no keys of ours; the half-open ranges are in order and apart. A DataError says that the template
-        refuses the row, or that its turns cannot be told exactly.
+        Messages have no keys of ours; the half-open ranges are in order and apart; see :meth:`unwritten`. A DataError
+        says that the template refuses the row, or that its turns cannot be told exactly.
         """
         messages = conversation.messages
-        if wanted and all(len(message) == 2 for message in messages):  # by a tagged conversation of the same roles
+        if all(len(message) == 2 for message in messages):  # by a tagged conversation of the same roles
             text, _ = self._template.render(conversation, location)
-            roles = tuple((message["role"], not message["content"]) for message in messages)
+            roles = tuple((m["role"], None if m["content"].strip() else m["content"]) for m in messages)
             key = (roles, tuple(wanted), repr(conversation.tools), repr(conversation.template_kwargs))
-            shape = self._remembered(key, lambda: self._shape(conversation, wanted, location))
+            shape, lacks = self._remembered(key, lambda: self._shape(conversation, wanted, location))
             pieces = [_CONTENT.sub(lambda match: messages[int(match[1])]["content"], piece) for piece in shape]
             if "".join(pieces) == text:
                 ends = list(accumulate(map(len, pieces)))
-                return text, list(zip(ends[::2], ends[1::2], strict=False))
-        return self._by_tags(conversation, wanted, location)
+                return text, list(zip(ends[::2], ends[1::2], strict=False)), lacks
+        text, spans = self._by_tags(conversation, wanted, location)
+        return text, spans, self.unwritten(conversation, text)
 
-    def _shape(self, conversation: Conversation, wanted: Sequence[int], location: str) -> list[str]:
-        """The text with a place for each content, in pieces: not supervised and supervised in turn."""
+    def find_last(self, conversation: Conversation, location: str) -> Found:
+        """As :meth:`find` for the last turn, behind the prompt that the model is asked with.
+
+        Some templates write earlier messages otherwise once they are answered: GPT-OSS leaves out what was thought
+        before a call, Mistral the system's words.
+        """
+        *before, _ = conversation.messages
+        text, spans, lacks = self.find(conversation, [len(before)], location)
+        asked, start = self._template.text_of(conversation, before, generation_prompt=True) or "", spans[0][0]
+        for prompt in (asked, asked.rpartition("<think>")[0]):  # whose thoughts the turn may show otherwise
+            if self._tail(prompt) == self._tail(text[:start]) != "":
+                if prompt != text[:start]:
+                    lacks = self.unwritten(replace(conversation, messages=before), asked, generation_prompt=True)
+                moved = len(prompt) - start
+                return prompt + text[start:], [(a + moved, b + moved) for a, b in spans], lacks
+        return text, spans, lacks
+
+    def unwritten(self, conversation: Conversation, text: str, *, generation_prompt: bool = False) -> list[Unwritten]:
+        """Texts of others than the assistant, and tools, that do not stand whole in what the template has written.
+
+        Another rendering has marks at both ends of each. Where marks change more than themselves, as in a template that
+        compares messages, one text at a time is marked, and if need be its words are looked for.
+        """
+        messages, tools = conversation.messages, conversation.tools or []
+        said = {i: m["content"] for i, m in enumerate(messages) if m["role"] != "assistant" and m["content"].strip()}
+        names = [(tool.get("function") or {}).get("name") for tool in tools]
+        said |= {i: str(name) for i, name in enumerate(names, len(messages)) if name}
+
+        def lost(numbers: Collection[int]) -> set[int] | None:
+            marked = _with_ends(conversation, numbers)
+            shown = self._template.text_of(marked, marked.messages, generation_prompt=generation_prompt) or ""
+            ends = {(int(number), end.lower()) for number, end in _END.findall(shown)}
+            return {i for i in numbers if not {(i, "a"), (i, "z")} <= ends} if _END.sub("", shown) == text else None
+
+        found = lost(said) if said else set()
+        if found is None:
+            alone = {i: lost([i]) for i in said}
+            found = {i for i, one in alone.items() if (_is_missing(said[i], text) if one is None else one)}
+        named = [(i, messages[i]["role"] if i < len(messages) else "tools") for i in sorted(found)]
+        return [(f"tool {said[i]}" if kind == "tools" else f"message {i} ({kind})", kind) for i, kind in named]
+
+    def _tail(self, text: str) -> str:
+        """A text from its last special token on; nothing without one."""
+        return text[max((match.start() for match in self._token.finditer(text)), default=len(text)) :]
+
+    def _shape(self, conversation: Conversation, wanted: Sequence[int], location: str) -> tuple[list[str], Any]:
+        """The text with a place for each content, in pieces, not supervised and supervised in turn; what it lacks."""
         said = enumerate(conversation.messages)
-        messages = [{**m, "content": f"\ue002{i}\ue003" if m["content"] else ""} for i, m in said]
+        messages = [{**m, "content": f"\ue002{i}\ue003" if m["content"].strip() else m["content"]} for i, m in said]
+        placed = replace(conversation, messages=messages)
         try:
-            text, spans = self._by_tags(replace(conversation, messages=messages), wanted, location)
+            text, spans = self._by_tags(placed, wanted, location)
         except DataError:  # which is said of the row itself
-            return []
-        return [text[a:b] for a, b in pairwise([0, *chain.from_iterable(spans), len(text)])]
+            return [], []
+        pieces = [text[a:b] for a, b in pairwise([0, *chain.from_iterable(spans), len(text)])]
+        return pieces, self.unwritten(placed, text)
 
     def _remembered(self, key: Any, make: Any) -> Any:
         if key not in self._kept:
@@ -174,7 +229,7 @@ class AssistantTurns:
         before = conversation.messages[:index]
         header = self._header(conversation, before)
         asked = "" if header else self._template.text_of(conversation, before, generation_prompt=True) or ""
-        return header or asked[max((match.start() for match in self._token.finditer(asked)), default=0) :]
+        return header or self._tail(asked) or asked
 
     def _header(self, conversation: Conversation, before: list[Message]) -> str:
         """The generation prompt behind some messages; of a template without one, what it writes before an answer."""
@@ -274,6 +329,28 @@ def _with_tags(message: Message, index: int, strips: bool) -> Message:
         start = min(end, len(said) - len(said.lstrip())) if strips or mark else 0
         said = f"{said[:start]}{tag(_FIRST)}{said[start:end]}{tag(_LAST)}{said[end:]}"
     return {**made, "content": (thoughts and _in_front(tag(_THOUGHT), thoughts)) + mark + said}
+
+
+def _with_ends(conversation: Conversation, numbers: Collection[int]) -> Conversation:
+    """The conversation with marks at both ends of some texts, and behind names of tools, which are numbered on."""
+    messages, tools = list(conversation.messages), list(conversation.tools or [])
+    for i in numbers:
+        first, last = f"zq{i}xa", f"zq{i}xz"
+        if i < len(messages):
+            text = messages[i]["content"].rstrip()
+            behind = messages[i]["content"][len(text) :]
+            messages[i] = {**messages[i], "content": _in_front(first, text) + last + behind}
+        else:
+            tool = tools[i - len(messages)]
+            named = {**tool["function"], "name": f"{tool['function']['name']}{first}{last}"}
+            tools[i - len(messages)] = {**tool, "function": named}
+    return replace(conversation, messages=messages, tools=conversation.tools and tools)
+
+
+def _is_missing(said: str, text: str) -> bool:
+    """Whether most words are nowhere in the text, which may write them in another form."""
+    words = set(_WORD.findall(said.casefold()))
+    return 2 * sum(word not in text.casefold() and json.dumps(word)[1:-1] not in text for word in words) > len(words)
 
 
 def _in_front(tag: str, text: str) -> str:

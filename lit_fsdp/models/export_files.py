@@ -15,7 +15,7 @@ from transformers.dynamic_module_utils import custom_object_save
 
 from lit_fsdp.errors import ConfigError, require
 from lit_fsdp.models.hub import reading
-from lit_fsdp.models.tokenizers import end_of_turn_id
+from lit_fsdp.models.tokenizers import end_of_turn_id, pad_id
 from lit_fsdp.models.weights import ModelSource
 
 GENERATION = "generation_config.json"
@@ -44,7 +44,7 @@ def model_files(
             tokenizer.save_pretrained(folder)
         if generation is not None:
             if generation.get("pad_token_id") is None:
-                generation["pad_token_id"] = tokenizer.pad_token_id
+                generation["pad_token_id"] = pad_id(tokenizer, source.num_embeddings)
             given, turn = generation.get("eos_token_id"), end_of_turn_id(tokenizer)
             stops = given if isinstance(given, list) else [] if given is None else [given]
             if turn is not None and turn not in stops:

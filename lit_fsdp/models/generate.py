@@ -12,10 +12,12 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from lit_fsdp.errors import require
 from lit_fsdp.host import cpu_has_bf16
 from lit_fsdp.models.base import base_of_folder, find_base
+from lit_fsdp.models.build import vocabulary_tensors
 from lit_fsdp.models.lora import load_adapter_folder
 from lit_fsdp.models.preference import evaluating
 from lit_fsdp.models.quantize import as_loaded
 from lit_fsdp.models.tokenizers import end_of_turn_id, pad_id, read_tokenizer
+from lit_fsdp.models.weights import headers_of
 
 
 def chat(
@@ -46,8 +48,10 @@ def chat(
             options["quantization_config"] = as_loaded(dtype, saved["double_quantization"])
     model: Any = AutoModelForCausalLM.from_pretrained(weights, **options)
     if is_adapter:
-        if len(tokenizer) > model.get_input_embeddings().num_embeddings:  # the adapter brings the rows of added tokens
-            model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+        brought, names = headers_of([place / "adapter_model.safetensors"]), tuple(vocabulary_tensors(model))
+        rows = max((one.shape[0] for one in brought.values() if one.name.endswith(names)), default=0)
+        if rows > model.get_input_embeddings().num_embeddings:  # those of added tokens
+            model.resize_token_embeddings(rows, mean_resizing=False)
         model = load_adapter_folder(model, place)
     conversation = [{"role": "system", "content": system}] if system else []
     conversation.append({"role": "user", "content": prompt})
@@ -83,7 +87,10 @@ def generate_ids(
     another), beside the tokenizer's end of text and its template's end of a turn; it and the model's mode are put back.
     ``in_step``: all ranks call it and go on until the last answer has ended, gathering sharded weights together.
     """
-    longest, pad = max(map(len, prompts)), pad_id(tokenizer)
+    num_ids = model.config.get_text_config().vocab_size
+    highest, allowed = max(map(max, prompts)), f"token ids 0 to {num_ids - 1}, which the model has embeddings for"
+    require(highest < num_ids, "prompt", f"{tokenizer.convert_ids_to_tokens(highest)!r} ({highest})", allowed)
+    longest, pad = max(map(len, prompts)), pad_id(tokenizer, num_ids)
     ids = torch.tensor([[pad] * (longest - len(prompt)) + list(prompt) for prompt in prompts], device=device)
     mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=device)
     own = model.generation_config

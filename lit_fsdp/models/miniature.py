@@ -83,7 +83,7 @@ def _small_values(full: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) ->
         "mamba_n_heads": 4,
         "mamba_d_head": (values.get("mamba_d_ssm") or hidden * (values.get("mamba_expand") or 2)) // 4,
         "layer_types": (kinds * num_layers)[:num_layers],
-        **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), len(tokenizer)),
+        **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), 1 + max(tokenizer.get_vocab().values())),
         **{f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")},
     }
     for common_name, value in common.items():

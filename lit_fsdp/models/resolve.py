@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig, PretrainedConfig
 
 from lit_fsdp.config.model import ModelConfig
 from lit_fsdp.errors import ConfigError, require
@@ -67,11 +67,6 @@ def resolve_model(config: ModelConfig, with_weights: bool = True) -> ModelSource
 def resolve_architecture(config: ModelConfig) -> PretrainedConfig:
     """The architecture that ``config`` names; no weights are looked for, let alone read."""
     return resolve_model(config, with_weights=False).hf_config
-
-
-def resolve_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
-    """The tokenizer that training uses, to the last token: no weights are read, fetched or converted."""
-    return load_tokenizer(resolve_model(config, with_weights=False), config)
 
 
 def prepare_model(config: ModelConfig) -> dict[str, str | None]:
@@ -220,13 +215,14 @@ def _with_added_tokens(source: ModelSource, config: ModelConfig) -> ModelSource:
     if not config.add_tokens or source.tokenizer_source is None:
         return source
     tokenizer = read_tokenizer(source.tokenizer_source, config.trust_remote_code)
-    num_used, num_stored = len(tokenizer), source.hf_config.get_text_config().vocab_size
+    num_used, num_stored = len(tokenizer), source.num_embeddings
     fresh = add_special_tokens(tokenizer, config.add_tokens)
     numbers = tokenizer.get_vocab()
     unnamed = [token for token in numbers if numbers[token] >= num_stored and token not in config.add_tokens]
+    foreign = [token for token in unnamed if token not in tokenizer.added_tokens_encoder]
     given = f"{len(unnamed)} tokens beyond the {num_stored} embeddings, which add_tokens does not name ({unnamed[:5]})"
-    allowed = "the tokenizer that belongs to the model, and in add_tokens every token without an embedding"
-    require(not unnamed, "model.tokenizer", given, allowed)
+    allowed = "the tokenizer that belongs to the model: only added tokens may be without an embedding"
+    require(not foreign, "model.tokenizer", given, allowed)
     num_rows = max(num_stored, 1 + max(numbers[token] for token in config.add_tokens))
     ids = sorted({numbers[token] for token in fresh} | set(range(num_stored, num_rows)))
     if not ids:

@@ -37,10 +37,11 @@ _MERGED = (
 def load_tokenizer(source: ModelSource, config: ModelConfig) -> PreTrainedTokenizerBase:
     """The tokenizer that goes with a model, with the tokens of ``model.add_tokens`` and a pad token.
 
-    Without one of its own it pads with its end of text: labels are masked by position, never by token.
+    Without one of its own it pads with its end of text: labels are masked by position, never by token. Added tokens
+    may be without an embedding, as Gemma 3's for images: rows that hold one are refused.
 
     Raises:
-        ConfigError: It is not there, cannot be read or padded with, or has more tokens than the model has embeddings.
+        ConfigError: It is not there, cannot be read or padded with, or has other tokens without an embedding.
     """
     name, field = source.tokenizer_source, "model.tokenizer"
     label = name or "the miniature's tokenizer"
@@ -53,10 +54,14 @@ def load_tokenizer(source: ModelSource, config: ModelConfig) -> PreTrainedTokeni
         require(tokenizer.eos_token, field, label, "a tokenizer with an eos or pad token")
         _log.info("%s has no pad token: padding with %s", label, tokenizer.eos_token)
         tokenizer.pad_token = tokenizer.eos_token
-    size, embeddings = len(tokenizer), source.hf_config.get_text_config().vocab_size
-    allowed = f"at most the {embeddings} embeddings of the model"
-    fix = "name the tokenizer that belongs to the model, or in model.add_tokens the tokens that have no embedding"
-    require(size <= embeddings, field, f"{label} with {size} tokens", allowed, fix)
+    numbers = tokenizer.get_vocab()
+    beyond = sorted((token for token in numbers if numbers[token] >= source.num_embeddings), key=numbers.__getitem__)
+    allowed = f"at most the {source.num_embeddings} embeddings of the model, but for added tokens"
+    given, fix = f"{label} with {len(tokenizer)} tokens", "name the tokenizer that belongs to the model"
+    require(tokenizer.added_tokens_encoder.keys() >= {*beyond}, field, given, allowed, fix)
+    if beyond:
+        text = "%s: tokens without an embedding in the model, so a row that holds one is refused: %s"
+        _log.warning(text, label, ", ".join(beyond[:5]) + (", …" if beyond[5:] else ""))
     return tokenizer
 
 
@@ -71,9 +76,10 @@ def add_special_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]
     return [token for token in tokens if token not in vocabulary]
 
 
-def pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
+def pad_id(tokenizer: PreTrainedTokenizerBase, num_embeddings: int | None = None) -> int:
     """The number put where a batch has no token; nothing is supervised there and nothing looks, so any will do."""
-    return next(number for number in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if number is not None)
+    known = (number for number in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if number is not None)
+    return next(number for number in known if num_embeddings is None or number < num_embeddings)
 
 
 def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int | None:

@@ -58,6 +58,11 @@ class ModelSource:
     overlay: Path | None = None
     """Folder of the tensors to be taken instead of those in ``weights_folder``: grown by ``model.add_tokens``."""
 
+    @property
+    def num_embeddings(self) -> int:
+        """Token ids that the model takes; a tokenizer may have more."""
+        return int(self.hf_config.get_text_config().vocab_size)
+
 
 class Stored(NamedTuple):
     """Where a tensor lies, and its shape there."""

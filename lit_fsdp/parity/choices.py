@@ -24,7 +24,7 @@ MODEL, DATA, DEVICES = "model.init_args", "data.init_args", "trainer.devices"
 _SHARED = (
     "seed_everything",
     *(f"{MODEL}.{key}" for key in ("name", "tokenizer", "miniature", "trust_remote_code")),
-    *(f"{DATA}.{key}" for key in ("train", "format", "columns", "seed", "shuffle", "streaming")),
+    *(f"{DATA}.{key}" for key in ("train", "format", "columns", "turns", "seed", "shuffle", "streaming")),
     *(f"{DATA}.{key}" for key in ("val", "val_split", "test", "predict")),
     *(f"trainer.{key}" for key in ("profiler", "default_root_dir", "val_check_interval", "check_val_every_n_epoch")),
 )

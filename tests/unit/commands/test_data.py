@@ -11,7 +11,7 @@ from lit_fsdp import CausalLMDataModule, commands
 from lit_fsdp.data import cache
 from lit_fsdp.errors import ConfigError, DataError
 from lit_fsdp.models.tokenizers import miniature_tokenizer
-from tests.unit.data.conversations import say
+from tests.unit.data.conversations import NEMO, say
 
 Out = pytest.CaptureFixture[str]
 MODEL = {"name": "meta-llama/Llama-3.2-1B", "miniature": True}
@@ -55,6 +55,17 @@ def test_what_is_shown_is_what_is_trained_on(capsys: Out, monkeypatch: pytest.Mo
         assert "".join(text for text, *_ in sample["pieces"]) == miniature_tokenizer().decode(ids)
 
 
+def test_turns_that_are_split_are_counted(capsys: Out):
+    train = write("t.jsonl", ("u:a", "a:b", "u:c", "a:d"), ("u:e",), ("u:f", "a:g", "u:" + "q" * 90, "a:z"))
+    assert inspect("--data.train", train, "--data.split_turns", "true", "--json") == 0
+    record = json.loads(capsys.readouterr().out)
+    split, said = record["data"]["splits"]["train"], [sample["pieces"] for sample in record["samples"]]
+    assert (split["rows_read"], split["samples"], split["truncated"]) == (3, 3, 0)
+    assert split["dropped"] == {"without a supervised token": 1, "cut before the assistant's turn": 1}
+    assert ["".join(text for text, is_marked, _ in pieces if is_marked)[:1] for pieces in said] == ["b", "d", "g"]
+    assert record["data"]["loss_on"] == "assistant turns (all, each a sample)"
+
+
 def test_nothing_of_a_row_reaches_the_terminal_raw(capsys: Out):
     train = write("t.jsonl", ("u:" + EVIL, "a:" + EVIL))
     assert inspect("--data.train", train, "--data.max_seq_length", "900") == 0
@@ -62,6 +73,25 @@ def test_nothing_of_a_row_reaches_the_terminal_raw(capsys: Out):
     assert not set(out + err) & set("\x1b\x07\x9b\x00\r\u202e")
     shown = "⟨U+001B⟩[2J⟨U+001B⟩]0;owned⟨U+0007⟩⟨U+009B⟩31m⟨U+000D⟩⟨U+202E⟩⟨U+0000⟩ שלום 日本 [bold]x[/bold]"
     assert out.count(shown) == 2
+
+
+@pytest.mark.parametrize("streams", ["false", "true"])
+def test_what_the_template_does_not_write_is_counted(capsys: Out, streams: str):
+    Path("nemo.jinja").write_text(NEMO)
+    train = write("t.jsonl", ("u:a", "a:b"), ("s:Be brief.", "u:a", "a:b"), ("s:S", "u:c", "a:d", "u:e", "a:f"))
+    words = ["--data.train", train, "--data.streaming", streams, "--data.chat_template", "nemo.jinja", "--json"]
+    with pytest.raises(DataError, match=r"t\.jsonl:2: .*message 0 \(system\)(?s:.*)data\.unwritten_text: allow"):
+        inspect(*words)
+    drops, allows, splits = "--data.on_bad_row=drop", "--data.unwritten_text=allow", "--data.split_turns=true"
+    for flags, counts in (
+        ([drops], (1, {"refused": 2}, {})),
+        ([drops, splits], (1, {"refused": 2}, {})),
+        ([allows], (3, {}, {"system": 2})),
+        ([allows, splits], (4, {}, {"system": 2})),
+    ):
+        assert inspect(*words, *flags) == 0
+        split = json.loads(capsys.readouterr().out)["data"]["splits"]["train"]
+        assert (split["samples"], split["dropped"], split["unwritten"]) == counts
 
 
 def test_a_wrong_command_line():

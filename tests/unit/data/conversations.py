@@ -37,7 +37,7 @@ def encode(tokenizer: Any, template: str | None, messages: Any, *, row: Any = No
     """The sample of one conversation, which is row 7 of a file."""
     encoder = encoder_of(tokenizer, DataConfig(**options), template or tokenizer.chat_template)
     (found,) = encoder.encode([{"messages": messages, **(row or {})}], "messages", ["rows.jsonl:7"])
-    assert found.dropped is None
+    assert not found.dropped
     return found.samples[0]
 
 
@@ -64,6 +64,17 @@ CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+NEMO = (
+    "{% set s = messages[0].content if messages[0].role == 'system' else none %}"
+    "{% set rest = messages[1:] if messages[0].role == 'system' else messages %}"
+    "{% set asked = rest | selectattr('role', 'equalto', 'user') | list %}"
+    "{% for m in rest %}{% if m.role == 'user' %}{% if tools and m == asked[-1] %}{{ tools | tojson }}{% endif %}"
+    "[INST]{{ s ~ '\n\n' if s is not none and loop.last }}{{ m.content }}[/INST]"
+    "{% elif m.role == 'tool' %}{{ {'content': m.content} | tojson }}"
+    "{% else %}{{ m.content }}{% for c in m.tool_calls %}<tool_call>{{ c.function | tojson }}{% endfor %}</s>"
+    "{% endif %}{% endfor %}"
+)
+"""As Mistral's own ones: a system prompt stands before a user's message that is the last one, and nowhere else."""
 LETTERS = (
     "{% for m in messages %}<s>{{ m.content }}{{ '</s>' if m.role == 'assistant' }}{% endfor %}"
     "{{ '<s>' if add_generation_prompt }}"

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lit_fsdp.config.data import DataConfig
+from lit_fsdp.config.data import DataConfig, TurnsConfig
 from lit_fsdp.data import cache, chat_template
 from lit_fsdp.data.cache import TokenizedRows, prepare_rows
 from lit_fsdp.data.encode import RowEncoder
@@ -45,12 +45,14 @@ def test_the_key_is_of_everything_that_tokens_depend_on(small, tmp_path, monkeyp
         _prepare(small, source, template=TEMPLATE.replace("<s>", "[INST]")),
         _prepare(metaspace_tokenizer(), source),
         _prepare(small, source, max_seq_length=9),
+        _prepare(small, source, turns=TurnsConfig(roles={"x": "user"})),
+        _prepare(small, source, split_turns=True),
         _prepare(small, _written(copy, source.read_text(), _row("u:1", "a:1"))),
     ]
     assert len({rows.meta["fingerprint"] for rows in found}) == len(found)
     # what the order depends on is of the rows alone; 9 tokens leave nothing of one of them
     orders = [(rows.meta["digests"], rows.numbers.tolist()) for rows in found]
-    assert [orders.index(order) for order in orders] == [0, 0, 2, 0, 0, 0, 0, 7, 8]
+    assert [orders.index(order) for order in orders] == [0, 0, 2, 0, 0, 0, 0, 7, 0, 0, 10]
     with monkeypatch.context() as other:  # renderings may change with a release
         other.setattr(chat_template, "version", lambda package: "0.0")
         assert _prepare(small, source).folder != found[0].folder

@@ -44,9 +44,9 @@ def _text(tokenizer: Any, messages: Any = TALK, tools: Any = None, **options: An
 
 def test_the_tokenizers_own_and_its_one_for_tools(tokenizer: Any):
     assert find_template(None, tokenizer) is None
-    tokenizer.chat_template = {"default": CHATML, "tool_use": "tools: {{ tools | length }}" + CHATML}
+    tokenizer.chat_template = {"default": CHATML, "tool_use": "{{ tools[0].function.name }}: " + CHATML}
     assert _text(tokenizer).startswith("<|im_start|>user\n1")
-    assert _text(tokenizer, tools=[TOOL]).startswith("tools: 1<|im_start|>user\n1")
+    assert _text(tokenizer, tools=[TOOL]).startswith("look: <|im_start|>user\n1")
     both = RowEncoder(tokenizer, DataConfig()).text
     tokenizer.chat_template = CHATML
     assert RowEncoder(tokenizer, DataConfig()).text != both

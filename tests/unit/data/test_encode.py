@@ -43,8 +43,8 @@ def test_a_text_has_bos_and_eos_once_and_token_ids_stay_as_they_are():
         ("<s> $A </s>", "  ", "<s> +Ġ +Ġ +</s>"),
     ]:
         found = _encode({"text": text}, "text", byte_level_tokenizer(adds))
-        assert ([_shown(row) for row in found.samples], found.truncated, found.dropped) == ([wanted], False, None), text
-    assert _encode({"text": ""}, "text") == EncodedRow([], False, EMPTY)
+        assert ([_shown(row) for row in found.samples], found.truncated, found.dropped) == ([wanted], 0, ()), text
+    assert _encode({"text": ""}, "text") == EncodedRow([], 0, (EMPTY,))
     tokenizer = byte_level_tokenizer()
     tokenizer.eos_token = None
     with pytest.raises(ConfigError, match="without an EOS token"):
@@ -53,8 +53,8 @@ def test_a_text_has_bos_and_eos_once_and_token_ids_stay_as_they_are():
     labels = [-100, -100, *ids[2:]]
     assert [_shown(s) for s in _encode({"input_ids": ids, "labels": labels}, "tokens").samples] == ["a b C D"]
     cut = _encode({"input_ids": ids, "labels": labels}, "tokens", max_seq_length=2)
-    assert cut == EncodedRow([], True, CUT)
-    assert _encode({"input_ids": ids, "labels": [-100] * 4}, "tokens").dropped == NOTHING_LEFT
+    assert cut == EncodedRow([], 0, (CUT,))
+    assert _encode({"input_ids": ids, "labels": [-100] * 4}, "tokens").dropped == (NOTHING_LEFT,)
 
 
 def test_a_long_text_is_split_and_nothing_is_lost():
@@ -68,16 +68,16 @@ def test_a_long_text_is_split_and_nothing_is_lost():
             assert [t for row in found.samples for t in row.input_ids.tolist()] == whole.input_ids.tolist()
             assert all(2 <= len(row.input_ids) <= 7 for row in found.samples)
             assert all(row.supervised.tolist() == [False] + [True] * (len(row.supervised) - 1) for row in found.samples)
-            assert (found.truncated, found.dropped) == (False, None)
+            assert (found.truncated, found.dropped) == (0, ())
 
 
 def test_truncation():
     """What is cut at the start is not BOS."""
     row = {"prompt": "", "completion": "abcde"}
     for truncation, wanted, truncated, dropped in [
-        ("end", ["<s> A B C"], True, None),
-        ("start", ["<s> D E +</s>"], True, None),
-        ("drop", [], False, TOO_LONG),
+        ("end", ["<s> A B C"], 1, ()),
+        ("start", ["<s> D E +</s>"], 1, ()),
+        ("drop", [], 0, (TOO_LONG,)),
     ]:
         found = _encode(row, "prompt_completion", max_seq_length=4, truncation=truncation)
         assert [_shown(sample) for sample in found.samples] == wanted

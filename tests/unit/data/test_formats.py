@@ -10,9 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from lit_fsdp.config.data import DataConfig, SourceConfig, TurnsConfig
+from lit_fsdp.config.parser import build
 from lit_fsdp.data.formats import Conversation, find_format, read_tokens, to_conversation
 from lit_fsdp.data.readers import read_file
-from lit_fsdp.errors import DataError
+from lit_fsdp.data.sources import find_sources
+from lit_fsdp.errors import ConfigError, DataError
+from tests.unit.data.conftest import encoder_of, write_rows
 
 HI, YO = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}
 SYSTEM, DEVELOPER = {"role": "system", "content": "S"}, {"role": "developer", "content": "S"}
@@ -64,8 +68,97 @@ def test_calls_and_tools():
         assert thought.keys() == {*YO, "reasoning_content", "thinking", name}
         assert (thought["reasoning_content"], thought["thinking"]) == ("why", "why")
     assert said({**YO, "reasoning": "2", "thinking": "1", "reasoning_content": None})[0]["reasoning_content"] == "1"
-    for tools, schemas in (([{"name": "f"}], [{"name": "f"}]), ('[{"name": "f"}]', [{"name": "f"}]), ("", None)):
+    schema = [{"type": "function", "function": {"name": "f"}}]
+    for tools, schemas in (([{"name": "f"}], schema), ('[{"name": "f"}]', schema), (schema, schema), ("", None)):
         assert to_conversation({"messages": [HI], "tools": tools}, "messages", "x").tools == schemas
+
+
+def _talk(*turns: str, keys: str = "from value") -> list[dict[str, str]]:
+    """``human:Hi`` → a turn with these keys."""
+    return [dict(zip(keys.split(), turn.split(":", 1), strict=True)) for turn in turns]
+
+
+def test_every_dialect_is_its_plain_twin(small: Any, tmp_path: Path):
+    """In tokens and mask, as published: OpenAI, SlimOrca, ShareGPT, LLaMA-Factory, ms-swift, axolotl, and as mapped."""
+    text, told, no = json.dumps(CALL["function"]), {"role": "tool", "content": "2"}, {**YO, "content": "No"}
+    called = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+    never, always, thoughts = {**YO, "train": False}, {**YO, "train": True}, "<think>\n[why]\n</think>"
+    flat: list[Any] = [{"name": "f", "parameters": {"a": {}}}]
+    tools = {"tools": [{"type": "function", "function": flat[0]}]}
+    legacy = {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": '{"a": 1}'}}
+    bot: list[dict[str, Any]] = [*_talk("2:Hi", "bot:Yo", "bot:Yo", keys="speaker utterance")]
+    bot[1]["ok"] = 0
+    maps = {"role": "speaker", "content": "utterance", "train": "ok", "roles": {"bot": "assistant", "2": "user"}}
+    mapped, call = {"turns": maps}, f"function_call:{text}"
+    names = ("human chatgpt", "user bard", "User Assistant", "prompter model")
+    keys = ("from value", "speaker text", "role text", "role value", "author content")
+    table: list[tuple[dict[str, Any], Any, dict[str, Any]]] = [  # a row, its twin or the messages of that, and options
+        *(({"messages": [HI, {**YO, key: 0}, HI, {**YO, key: one}]}, [HI, never, HI, always], {})
+          for key in ("weight", "loss", "training", "train") for one in (1, 1.0, True)),
+        ({"messages": [HI, legacy, {**told, "role": "function", "name": "f"}, {**YO, "function_call": None}],
+          "functions": flat, "parallel_tool_calls": False},
+         {"messages": [HI, called, {**told, "name": "f"}, YO], **tools}, {}),
+        ({"messages": [HI, {**called, "content": "So.", "weight": 0}, told, YO], "tools": flat},
+         {"messages": [HI, {**called, "content": "So.", "train": False}, told, YO], **tools}, {}),
+        ({"conversations": [{"from": "system", "value": "S", "weight": None}, {**HUMAN, "weight": 0.0},
+                            {**GPT, "weight": 1.0}]}, [SYSTEM, HI, YO], {}),
+        ({"conversations": _talk("human:Hi", call, "observation:2", "gpt:Yo"), "tools": json.dumps(flat),
+          "system": "S"}, {"messages": [SYSTEM, HI, called, told, YO], **tools}, {}),
+        ({"conversations": _talk("human:Hi", f"function_call:{thoughts}\n[{text}, {text}]", "function_response:2")},
+         [HI, {**called, "content": thoughts, "tool_calls": [CALL, CALL]}, told], {}),
+        ({"messages": [HI, YO, *_talk(*[f"tool_call:{text}"] * 2, "tool_response:2"), {**YO, "loss": False}]},
+         [HI, {**YO, "tool_calls": [CALL, CALL]}, told, never], {}),
+        *(({"conversations": _talk(f"{name.split()[0]}:Hi", f"{name.split()[1]}:Yo", keys=key)}, [HI, YO], {})
+          for name in names for key in keys),
+        ({"instruction": "Hi", "output": "Yo", "history": [["Hi", "Yo"]]}, [HI, YO, HI, YO], {}),
+        ({"prompt": [HUMAN, GPT, HUMAN], "completion": [GPT]}, [HI, never, HI, YO], {}),
+        ({"prompt": [HUMAN], "chosen": GPT, "rejected": {**GPT, "value": "No"}, "functions": flat},
+         {"prompt": [HI], "chosen": [YO], "rejected": [no], **tools}, {}),
+        ({"prompt": "Hi", "chosen": [HUMAN, GPT], "rejected": [HUMAN, {**GPT, "value": "No"}]},
+         {"prompt": [HI], "chosen": [YO], "rejected": [no]}, {}),
+        ({"messages": bot}, [HI, never, YO], mapped),
+        ({"chat": json.dumps(bot)}, [HI, never, YO], {**mapped, "columns": {"messages": "chat"}}),
+        ({"prompt": bot[:1], "chosen": bot[1:], "rejected": bot[2:]},
+         {"prompt": [HI], "chosen": [never, YO], "rejected": [YO]}, mapped),
+        ({"messages": _talk("SYSTEM:Yo")}, [YO], {"turns": {"roles": {"SYSTEM": "assistant"}}}),
+        ({"messages": _talk(f"api:{text}")}, [called], {"turns": {"roles": {"api": "function_call"}}}),
+    ]  # fmt: skip
+    encoder = encoder_of(small, DataConfig(chat_template="chatml"))
+    for number, (row, twin, options) in enumerate(table):
+        found = []
+        for name, written, more in (
+            ("a", row, options),
+            ("b", {"messages": twin} if isinstance(twin, list) else twin, {}),
+        ):
+            path = write_rows(tmp_path / f"{number}{name}.jsonl", [written])
+            (source,) = find_sources(path, build(DataConfig, more, "data") if more else None)
+            (encoded,) = encoder.encode([*dict(source.rows()).values()], source.row_format, [path])
+            found.append([(one.input_ids.tolist(), one.supervised.tolist()) for one in encoded.samples])
+        assert found[0]
+        assert found[0] == found[1], row
+
+
+def test_a_wrong_map_of_turns_is_refused(tmp_path: Path):
+    path = write_rows(tmp_path / "a.jsonl", [{"messages": [{"speaker": "bot", "text": "Hi"}, YO]}])
+    for key in ("role", "content", "train", "tool_calls"):
+        config = DataConfig(turns=TurnsConfig(**{key: "spaeker"}))
+        with pytest.raises(
+            DataError, match=rf"a\.jsonl: no message with the key 'spaeker'.*{key!r}\n  allowed: .*'speaker'"
+        ):
+            _ = find_sources(path, config)[0].row_format
+    entry = SourceConfig(source=path, turns=TurnsConfig(roles={"bot": "user"}))
+    ((_, row),) = find_sources([entry], DataConfig(turns=TurnsConfig(role="x")))[0].rows()
+    assert row == {"messages": [{"speaker": "user", "text": "Hi"}, YO]}
+    sets = build(DataConfig, {"val": {"easy": {"source": path, "turns": {"roles": {"bot": "user"}}}}}, "data").val
+    assert sets is not None
+    assert [source.turns for source in find_sources(sets)] == [entry.turns]
+    for bad, said in [
+        ({"role": "who", "content": "who"}, r"role: got who\n  allowed: another key of the source"),
+        ({"roles": {"bot": "asistant"}}, r"roles\.bot: .*asistant.*\n  allowed: one of system"),
+        ({"roles": {"assistant": "bot"}}, r"roles\.assistant: (?s:.*)write {bot: assistant}"),
+    ]:
+        with pytest.raises(ConfigError, match=said):
+            TurnsConfig(**bad)
 
 
 def test_messages_are_json_text_in_a_csv_file(tmp_path: Path):
@@ -81,16 +174,23 @@ def test_messages_are_json_text_in_a_csv_file(tmp_path: Path):
 def test_a_bad_row_is_named():
     known, calls = "of a message is not known here", "tool_calls are a list of calls with a function name"
     either, part = "a message has role and content, or from and value", "a part of a content has type: text and text"
-    flags = ("training", "train_detail", "loss", "weight")
+    flags = ("training", "loss", "weight")
     turns: list[tuple[Any, str]] = [  # message 0 of a conversation
         ("Yo", f"{either}, not str 'Yo'"),
         ({"from": "human"}, either),
-        ({"from": "alien", "value": "x"}, "role 'alien'\n  allowed: system"),
-        ({"role": "user"}, "content: text expected, not NoneType"),
+        ({"from": "alien", "value": "x"}, r"role 'alien'\n  allowed: system.*\n.*data\.turns: {roles: {alien: ass"),
+        ({"role": "user"}, either),
+        ({"role": "user", "content": 5}, "content: text expected, not int"),
+        ({"role": "user", "utterance": "x"}, rf"{either}.*\n.*data\.turns: {{role: speaker"),
         ({"role": "user", "content": [{"type": "image_url"}]}, part),
         ({**YO, "train": "yes"}, "train str 'yes'\n  allowed: true or false"),
-        *(({**YO, key: 0}, f"{key} {known}\n.*write train: ") for key in flags),
-        ({**YO, "function_call": CALL}, f"function_call {known}\n.*write tool_calls"),
+        *(({**YO, key: 0.5}, f"{key} float '0.5'\n  allowed: true or false, or 1 or 0: ") for key in flags),
+        ({**YO, "train": True, "weight": 0}, "train bool 'True', weight int '0'\n"),
+        ({**YO, "train_detail": []}, f"train_detail {known}\n.*write train: "),
+        ({**YO, "function_call": 3}, calls),
+        ({**YO, "function_call": CALL, "tool_calls": [CALL]}, "calls twice\n.*keep one"),
+        ({"from": "function_call", "value": "f(1)"}, "function_call are not JSON"),
+        *(({"from": "function_call", "value": value}, calls) for value in ("", "[]", "3")),
         ({**YO, "tool_responses": []}, f"tool_responses {known}\n.*a message of the role tool"),
         ({**YO, "content": [{**PART, "train": False}]}, part),
         ({**YO, "tool_calls": 3}, calls),
@@ -108,6 +208,8 @@ def test_a_bad_row_is_named():
         ("messages", {"messages": [HI], "tools": [1]}, "tools are a list of JSON schemas"),
         ("messages", {"messages": [HI], "chat_template_kwargs": "x"}, "chat_template_kwargs are names with values"),
         ("messages", {"messages": [SYSTEM, HI], "system": "S"}, "a system column and a system message"),
+        ("messages", {"messages": [HI], "tools": [{}], "functions": [{}]}, "tools and functions\n.*keep one"),
+        ("instruction", {"instruction": "a", "output": "b", "history": ["c"]}, "history is a list of pairs"),
         ("instruction", {"instruction": "a", "input": 5, "output": "b"}, "input: text expected"),
         ("prompt_completion", {"prompt": [HI], "completion": "a"}, f"completion: {conversation} str"),
     ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import pytest
 
 from lit_fsdp.config.data import DataConfig, SourceConfig
 from lit_fsdp.data.packing import Samples, plan_packs
-from lit_fsdp.data.stream import prepare_samples
+from lit_fsdp.data.stream import SampleStream, prepare_samples
 from lit_fsdp.errors import ConfigError, DataError
 from tests.unit.data.conftest import encoder_of
 from tests.unit.data.conversations import LETTERS as TEMPLATE
@@ -90,6 +90,26 @@ def test_rows_held_out(small: Any, source: Path):
     for val_split in (20, 1e-9):
         with pytest.raises(DataError, match=r"takes \d+ of 20 rows\n  allowed: a share"):
             _prepare(small, source, val_split=val_split)
+
+
+def test_samples_of_one_conversation_stay_on_one_side(small: Any, source: Path):
+    """With ``split_turns`` copies do, and every sample is in a pack and in a stream; the order is of the rows alone."""
+    talks = [say(*(part for turn in range(1 + n % 3) for part in (f"u:{n}", f"a:{turn}"))) for n in range(20)] * 2
+    source.write_text("\n".join(json.dumps({"messages": talk}) for talk in talks))
+    plain, found = (_prepare(small, source, split_turns=splits, val_split=6) for splits in (False, True))
+    for split in ("train", "val"):
+        rows, samples = plain[split].rows.numbers[plain[split].row_ids], found[split]
+        numbers = samples.rows.numbers[samples.row_ids]
+        assert numbers.tolist() == [row for row in rows for _ in range(1 + row % 20 % 3)]
+        assert samples.num_supervised.tolist() == [2] * len(numbers)  # an answer of a letter, and its end
+    assert not _contents(found["val"]) & _contents(found["train"])
+    packed = _prepare(small, source, split_turns=True, packing=True)["train"]
+    config = DataConfig(train=str(source), streaming=True, shuffle_window=7, split_turns=True, max_seq_length=32)
+    stream = SampleStream(config, encoder_of(small, config, TEMPLATE), 0)
+    windows = list(islice(stream.windows(), 6))
+    streamed = [part for _, rows in windows for item in [stream.samples(rows)] for part in item.num_supervised]
+    assert len(streamed) == len(packed.row_ids) == sum(len(talk) for talk in talks) // 2
+    assert sum(found[split].rows.meta["rows_read"] for split in ("train", "val")) == 2 * len(talks)
 
 
 def test_packs_have_every_row_of_one_split_and_source(small: Any, source: Path):

@@ -14,7 +14,7 @@ from lit_fsdp.config.data import DataConfig
 from lit_fsdp.data.encode import CUT, EncodedRow
 from lit_fsdp.data.stream import SampleStream, prepare_samples
 from lit_fsdp.errors import ConfigError, DataError
-from tests.unit.data.conftest import byte_level_tokenizer, encoder_of, write_rows
+from tests.unit.data.conftest import byte_level_tokenizer, encoder_of, metaspace_tokenizer, write_rows
 from tests.unit.data.conversations import say
 from tests.unit.data.test_encode import CHATML, _encode, _shown
 
@@ -36,7 +36,31 @@ def test_masks_of_both_completions_written_out():
     row = {"prompt": "ab", "chosen": "cd", "rejected": "efghij"}
     found = _encode(row, "preference", max_seq_length=6)
     assert (found.truncated, [len(sample.input_ids) for sample in found.samples]) == (True, [6, 6])
-    assert _encode(row, "preference", max_seq_length=3) == EncodedRow([], True, CUT)
+    assert _encode(row, "preference", max_seq_length=3) == EncodedRow([], 0, (CUT,))
+
+
+def test_both_sides_are_cut_behind_the_same_tokens():
+    """By the longer one, of which more is cut only where its completion alone is too long."""
+    row = {"prompt": "0123456789", "chosen": "ab", "rejected": "cdefgh"}
+    for truncation, limit, wanted in [
+        ("start", 18, ["<s> 0 1 2 3 4 5 6 7 8 9 A B +</s>", "<s> 0 1 2 3 4 5 6 7 8 9 C D E F G H +</s>"]),
+        ("start", 13, ["<s> 5 6 7 8 9 A B +</s>", "<s> 5 6 7 8 9 C D E F G H +</s>"]),
+        ("start", 9, ["<s> 9 A B +</s>", "<s> 9 C D E F G H +</s>"]),
+        ("start", 5, ["<s> A B +</s>", "<s> +F +G +H +</s>"]),
+        ("end", 13, ["<s> 0 1 2 3 4 5 6 7 8 9 A B", "<s> 0 1 2 3 4 5 6 7 8 9 C D"]),
+        ("drop", 14, []),
+    ]:
+        for one, other, sides in (("chosen", "rejected", wanted), ("rejected", "chosen", wanted[::-1])):
+            turned = {"prompt": row["prompt"], one: row["chosen"], other: row["rejected"]}
+            found = _encode(turned, "preference", max_seq_length=limit, truncation=truncation)
+            assert [_shown(side).replace("+", "") for side in found.samples] == [s.replace("+", "") for s in sides]
+            assert (found.truncated, bool(found.dropped)) == (limit < 18 and bool(sides), not sides)
+    blank = {"prompt": "a b a b ", "chosen": "a", "rejected": "[ b b"}  # which goes with the word behind it, if it can
+    for limit in (8, 7, 6):
+        found = _encode(blank, "preference", metaspace_tokenizer(), max_seq_length=limit, truncation="start")
+        prompts = [side.input_ids[~side.supervised].tolist() for side in found.samples]
+        assert prompts[0] == prompts[1][: len(prompts[0])], limit
+        assert len(prompts[0]) == limit - 5
 
 
 def test_bad_rows_are_named_in_one_sentence():

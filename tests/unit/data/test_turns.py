@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 from typing import Any
 
 import pytest
@@ -11,10 +12,12 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from lit_fsdp.config.data import DataConfig
+from lit_fsdp.data.encode import CUT, NOTHING_LEFT, TOO_LONG
+from lit_fsdp.data.formats import Conversation
 from lit_fsdp.data.masks import SpanEncoder
-from lit_fsdp.errors import DataError
+from lit_fsdp.errors import ConfigError, DataError
 from tests.unit.data.conftest import byte_level_tokenizer, encoder_of, metaspace_tokenizer
-from tests.unit.data.conversations import encode, say, shown, supervised, unmarked
+from tests.unit.data.conversations import NEMO, encode, say, shown, supervised, unmarked
 
 CALL = {"type": "function", "id": "c1", "function": {"name": "look", "arguments": {"city": "Oslo"}}}
 ASKED = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -191,6 +194,79 @@ def test_kwargs_of_the_template(small: Any):
     assert all(text.endswith(f"assistant\n⟦{THOUGHT}2<|im_end|>⟧") for text in texts[3:])
 
 
+def test_a_sample_per_turn_is_what_inference_sees(small: Any):
+    """The conversation up to each turn rendered alone: as the model is asked, then what it says."""
+    called = [*_calls("Look."), *say("u:3", "a:4")]
+    for turn in called[1::2]:
+        turn["reasoning_content"] = f"why {turn['content']}"
+    plain = [*say("u:1", "a:Look.", "u:2"), *called[3:]]
+    for template in (CHATML, THINKING, unmarked(THINKING), INSIDE, CHANNELS, PIECES):
+        both = plain if template in (CHANNELS, PIECES) else called
+        kept = [*both[:-1], {**both[-1], "train": False}]
+        for messages, which, supervise in [
+            (both, (1, 3, 5), "all"),
+            (kept, (1, 3), "all"),
+            (both, (5,), "last"),
+            ([*both[:3], {**both[3], "train": True}, *both[4:]], (3,), "flagged"),
+            ([*both, *say("u:5")], (1, 3, 5), "all"),
+        ]:
+            clean = [{key: value for key, value in turn.items() if key != "train"} for turn in messages]
+            alone = [encode(small, template, clean[: turn + 1], supervise="last") for turn in which]
+            encoder = encoder_of(small, DataConfig(split_turns=True, supervise=supervise), template)
+            found, none = encoder.encode([{"messages": messages}, {"messages": say("u:1")}], "messages", ["a", "b"])
+            assert [shown(small, one) for one in found.samples] == [shown(small, one) for one in alone]
+            assert (found.truncated, found.dropped, none.dropped) == (0, (), (NOTHING_LEFT,))
+    texts = [shown(small, encode(small, THINKING, called[: turn + 1], supervise="last")) for turn in (1, 3, 5)]
+    assert [[f"why {said}" in text for said in ("Look.", "It is.", "4")] for text in texts] == [
+        [True, False, False], [True, True, False], [False, False, True]]  # fmt: skip
+    asked = small.apply_chat_template(called[:5], chat_template=THINKING, tokenize=False, add_generation_prompt=True)
+    assert texts[2].startswith(asked + "⟦<think>\nwhy 4\n</think>\n\n4<|im_end|>⟧")
+
+
+def test_a_turn_stands_behind_the_prompt_of_inference(small: Any):
+    """Also where a template writes it otherwise later: the system's words as Mistral, thoughts of calls as GPT-OSS."""
+    late = (
+        "{% for m in messages[1:] %}{% if m.role == 'assistant' %} {{ m.content }}</s>{% else %}[INST] {{ "
+        "messages[0].content if loop.last }}{{ m.content }}[/INST]{% endif %}{% endfor %}"
+    )
+    ended = "{% set ended = messages[-1].role == 'assistant' and not messages[-1].tool_calls %}" + unmarked(CHATML)
+    ended = ended.replace("{{ m.content }}{% for c", "{{ '' if ended else m.thinking }}{{ m.content }}{% for c")
+    called = [*say("u:1"), {**_calls()[1], "thinking": "why"}, *_calls()[2:]]
+    user = "<|im_start|>user\n1<|im_end|><|im_start|>assistant\n"
+    look = 'why<tool_call>{"name": "look", "arguments": {"city": "Oslo"}}<|im_end|>'
+    for template, messages, wanted in [
+        (late, say("s:S", *FOUR), ["[INST] S1[/INST]⟦ 2</s>⟧", "[INST] 1[/INST] 2</s>[INST] S3[/INST]⟦ 4</s>⟧"]),
+        (ended, called, [f"{user}⟦{look}⟧",
+         f"{user}{look}<|im_start|>tool\ncold<|im_end|><|im_start|>assistant\n⟦It is.<|im_end|>⟧"]),
+    ]:  # fmt: skip
+        encoder = encoder_of(small, DataConfig(split_turns=True), template)
+        (found,) = encoder.encode([{"messages": messages}], "messages", ["x"])
+        assert [shown(small, one) for one in found.samples] == wanted
+
+
+def test_turns_that_cannot_be_split_are_refused(small: Any):
+    messages = say("u:1", "a:2", "u:" + "3" * 40, "a:4")
+    for truncation, lengths, truncated, lost in [
+        ("end", [21], 0, (CUT,)), ("drop", [21], 0, (TOO_LONG,)), ("start", [21, 60], 1, ()),
+    ]:  # fmt: skip
+        options: dict[str, Any] = {"split_turns": True, "max_seq_length": 60, "truncation": truncation}
+        (row,) = encoder_of(small, DataConfig(**options), CHATML).encode([{"messages": messages}], "messages", ["x"])
+        assert ([len(one.input_ids) for one in row.samples], row.truncated, row.dropped) == (lengths, truncated, lost)
+    encoder = encoder_of(small, DataConfig(split_turns=True), CHATML)
+    for form, content in (("text", "a"), ("tokens", [1]), ("preference", "a"), ("prompt_completion", "a")):
+        row_of = {"text": content, "input_ids": content, "prompt": "a", "completion": "b", "chosen": "a"}
+        with pytest.raises(ConfigError, match=r"^data\.split_turns: got true\n  allowed: false for (rows|prompts)"):
+            encoder.encode([row_of], form, ["x"])
+    short = unmarked(CHATML).replace("in messages", "in messages if m.role != 'system' or messages | length < 4")
+    row_of, options = {"messages": say("s:S", *FOUR)}, {"split_turns": True}  # the second sample lacks the system's
+    with pytest.raises(DataError, match=r"^x: the chat template does not write message 0 \(system\), or"):
+        encoder_of(small, DataConfig(**options), short).encode([row_of], "messages", ["x"])
+    (row,) = encoder_of(small, DataConfig(**options, unwritten_text="allow"), short).encode([row_of], "messages", ["x"])
+    assert (len(row.samples), row.unwritten) == (2, ("system",))
+    with pytest.raises(ConfigError, match=r"^split_turns: got true with train_on_prompt"):
+        DataConfig(split_turns=True, train_on_prompt=True)
+
+
 def test_which_turns(small: Any):
     """By ``supervise`` and by what messages say, which the template does not see; others need no marks."""
     keys = CHATML.replace("{{ m.role }}", "{{ m.role }}{{ m.keys() | join('+') }}")
@@ -280,6 +356,69 @@ def test_a_template_that_does_something_else_is_refused(small: Any):
     for template, messages, said in table:
         with pytest.raises(DataError, match=rf"(?s)^rows\.jsonl:7: .*{said}"):
             encode(small, template, messages)
+
+
+TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {}}}, {"name": "find_it"}]
+
+
+def test_a_text_that_the_template_does_not_write_is_refused(small: Any):
+    """By what it writes for each text, not by words that stand elsewhere too; row after row of the same roles."""
+    turn = "{%% for m in messages%s %%}<|im_start|>{{ m.role }}\n{{ %s }}<|im_end|>\n{%% endfor %%}"
+    cut = turn % ("", "m.content.split('.')[0] if m.role == 'user' else m.content")
+    kind = turn % ("", "m.content if m.content != 'Be kind.' else ''")
+    talk = say("s:Be kind.", "u:Be kind.", "a:Be kind.")
+    no_tool = CHATML.replace("in messages", "in messages if m.role != 'tool'")
+    for template, messages, tools, said in [
+        (NEMO, talk, None, "message 0 (system)"),
+        (NEMO, say("s:S", "u:Go", "a:1", "u:Go", "a:2"), None, "message 0 (system)"),
+        (NEMO, [*talk[:2], {**talk[2], "key": 1}], None, "message 0 (system)"),
+        (NEMO, [*say("s:Look."), *_calls()], TOOLS, "message 0 (system)"),
+        (turn % (" if m.role in ['user', 'assistant']", "m.content"), talk, None, "message 0 (system)"),
+        (turn % (" if m.role != 'user'", "m.content"), talk, None, "message 1 (user)"),
+        (no_tool, _calls(), None, "message 2 (tool)"),
+        (CHATML, _calls(), TOOLS, "tool look, tool find_it"),
+        (CHATML + "{{ tools[0] | tojson }}", talk, TOOLS, "tool find_it"),
+        (cut, say("u:One. Two.", "a:1"), None, "message 0 (user)"),
+        (kind, say("s:Be kind.", "u:x", "a:1"), None, "message 0 (system)"),
+    ]:
+        row, names = {"messages": messages, "tools": tools}, said.split(", ")
+        for whole in (False, True):
+            encoder = encoder_of(small, DataConfig(train_on_prompt=whole), template)
+            for _ in range(2):
+                with pytest.raises(DataError, match=rf"^a:1: the chat template does not write {re.escape(said)}, or"):
+                    encoder.encode([row], "messages", ["a:1"])
+            allowing = encoder_of(small, DataConfig(train_on_prompt=whole, unwritten_text="allow"), template)
+            (found,) = allowing.encode([row], "messages", ["a:1"])
+            assert (len(found.samples), len(found.unwritten)) == (1, len(names)), said
+            assert encoder.text != allowing.text
+    encoder, asked = encoder_of(small, DataConfig(), NEMO), Conversation(talk[:2])
+    assert small.decode(encoder.open_conversation(asked, "a:1")) == "[INST]Be kind.\n\nBe kind.[/INST]"
+    with pytest.raises(DataError, match=r"^a:1: .* not write message 0 \(system\)"):
+        encoder.open_conversation(Conversation(talk), "a:1")
+
+
+def test_a_text_that_the_template_writes_in_its_own_way_is_no_loss(small: Any):
+    result = {**say('t:{"a": 1.50,\n "b": "<x>"}')[0], "tool_call_id": "c1"}
+    talks = [
+        say("s: Be  kind & <b>.\n", "u:\n日本\t'zq0xa' \"x\"\n\n", "a:1"),
+        say("s:", "u: ", "a:1", "u:Go", "a:2", "u:Go", "a:2"),
+        [*_calls()[:2], result, *say("a:It is.", "u:None", "a:ok")],
+    ]
+    for written in (
+        *("c", "c | trim", "c.split() | join(' ')", "c | tojson", "c | e", "c | upper", "c | capitalize", "c | title"),
+        *("c | replace('\n', ' ')", "c | tojson(ensure_ascii=true)", "c[1:-1] if c[:1] == '{' else c", "c | urlencode"),
+        *("c | tojson | tojson", "{'result': c, 'n': c | length} | tojson", "c | list | join('')", "c.strip('{\"}')"),
+    ):
+        own = (
+            "{%% if m.role == 'assistant' %%}{{ m.content }}{%% else %%}{%% set c = m.content %%}{{ %s }}{%% endif %%}"
+        )
+        calls = "{% for c in m.tool_calls %}<tool_call>{{ c.function | tojson }}{% endfor %}"
+        template = "{% for m in messages %}" + HEADER + own % written + calls + "<|im_end|>\n{% endfor %}"
+        for messages in talks:
+            row = {"messages": messages, "tools": TOOLS}
+            shows = template + "{{ tools | map(attribute='function.name') | join }}{{ tools[0].function.name | e }}"
+            (found,) = encoder_of(small, DataConfig(train_on_prompt=True), shows).encode([row], "messages", ["a:1"])
+            assert (found.unwritten, len(found.samples)) == ((), 1), (written, messages)
 
 
 def test_a_word_goes_with_the_blank_before_it_and_a_part_of_one_is_refused():

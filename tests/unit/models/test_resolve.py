@@ -16,7 +16,7 @@ from lit_fsdp.errors import ConfigError
 from lit_fsdp.models import hub
 from lit_fsdp.models.build import build_on_meta, num_parameters
 from lit_fsdp.models.miniature import shipped_config
-from lit_fsdp.models.resolve import resolve_architecture, resolve_model, resolve_tokenizer
+from lit_fsdp.models.resolve import resolve_architecture, resolve_model
 from lit_fsdp.models.tokenizers import load_tokenizer, miniature_tokenizer
 from tests.unit.models import families
 
@@ -79,10 +79,12 @@ def test_the_tokenizer_alone_needs_no_weights(tmp_path, tiny):
     tokenizer = miniature_tokenizer()
     for made in (tokenizer, tiny("llama", vocab_size=400)):
         made.save_pretrained(tmp_path)
-    found = resolve_tokenizer(ModelConfig(name=str(tmp_path), add_tokens=["<|new|>"]))
+    config = ModelConfig(name=str(tmp_path), add_tokens=["<|new|>"])
+    found = load_tokenizer(resolve_model(config, with_weights=False), config)
     assert found.encode("a<|new|>") == [*tokenizer.encode("a"), len(tokenizer)]
+    bare = ModelConfig(name=str(tmp_path / "config.json"))
     with pytest.raises(ConfigError, match=r"model\.tokenizer"):
-        resolve_tokenizer(ModelConfig(name=str(tmp_path / "config.json")))
+        load_tokenizer(resolve_model(bare, with_weights=False), bare)
 
 
 def test_names_that_cannot_be_used(tmp_path, saved, tiny, no_hub):

@@ -13,12 +13,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from lit_fsdp import CausalLMModule
+from lit_fsdp import CausalLMDataModule, CausalLMModule
 from lit_fsdp.config.model import ModelConfig
-from lit_fsdp.errors import ConfigError
+from lit_fsdp.errors import ConfigError, DataError
 from lit_fsdp.models.export_files import model_files
 from lit_fsdp.models.resolve import resolve_model
-from lit_fsdp.models.tokenizers import load_tokenizer, miniature_tokenizer
+from lit_fsdp.models.tokenizers import load_tokenizer, miniature_tokenizer, pad_id
 from lit_fsdp.models.weights import ModelSource
 from tests.unit.models.conftest import fill, opened
 
@@ -54,6 +54,49 @@ def test_tokenizers_that_cannot_be_used(tmp_path, tiny):
     ):
         with pytest.raises(ConfigError, match=said):
             load_tokenizer(_source(tiny, folder and tmp_path / folder, vocab_size=rows), ModelConfig(name="x"))
+
+
+def _described(data):
+    data.prepare(["train"])
+    return data.describe()
+
+
+def test_a_token_without_an_embedding_refuses_the_rows_that_hold_it(saved, tmp_path, caplog):
+    """As Gemma 3's and CodeLlama's: not the model, whatever the row format; no batch is padded with it."""
+    folder = saved("llama", config={"vocab_size": TIGHT - 1})
+    miniature_tokenizer().save_pretrained(folder)
+    module = CausalLMModule(name=str(folder))
+    pad, good = miniature_tokenizer().pad_token_id, {"prompt": "a", "completion": "b"}
+    assert (pad, module.tokenizer.pad_token_id, pad_id(module.tokenizer, module.num_embeddings)) == (pad, pad, pad - 1)
+    assert caplog.text.count("without an embedding in the model, so a row that holds one is refused: <|pad|>\n") == 1
+    owner = SimpleNamespace(tokenizer=module.tokenizer, num_embeddings=module.num_embeddings)
+    trainer = SimpleNamespace(world_size=1, global_rank=0, global_step=0, lightning_module=owner)
+    trainer.strategy = SimpleNamespace(root_device=torch.device("cpu"))
+    options = {"cache_dir": str(tmp_path / "cache"), "micro_batch_size": 2, "global_batch_size": 2}
+    for number, bad in enumerate(
+        [
+            {"text": "a<|pad|>"},
+            {"input_ids": [1, pad]},
+            {"prompt": "<|pad|>", "chosen": "a", "rejected": "b"},
+            {"messages": [{"role": "user", "content": "<|pad|>"}, {"role": "assistant", "content": "b"}]},
+            {"prompt": "a", "completion": "<|pad|>"},
+        ]
+    ):
+        file = tmp_path / f"{number}.jsonl"
+        file.write_text(json.dumps(bad))
+        for more in ({}, {"streaming": True}):
+            data = CausalLMDataModule(train=str(file), **options, **more)
+            data.trainer = trainer
+            said = rf"^\S+{number}\.jsonl:1: token .*{pad}"
+            with pytest.raises(DataError, match=said):
+                _described(data)
+            with pytest.raises(DataError, match=said):
+                data.prompts(str(file))
+    file.write_text("\n".join(map(json.dumps, (good, bad, {**good, "prompt": "longer"}))))
+    data = CausalLMDataModule(train=str(file), **options, on_bad_row="drop", shuffle=False)
+    data.trainer = trainer
+    assert data.prepare(["train"])["train"].rows.meta["dropped"] == {"refused": 1}
+    assert next(iter(data.train_dataloader()))["input_ids"][0, -1] == pad - 1
 
 
 def test_generation_stops_where_the_template_ends_a_turn(tiny):
@@ -166,6 +209,8 @@ def test_free_rows_are_used_first(base):
     assert torch.allclose(ours.get_input_embeddings().weight[TIGHT:], stored[:TIGHT].mean(0), atol=1e-7)
     roomy = resolve_model(ModelConfig(name=str(base("qwen2", rows=400)), add_tokens=TOKENS))
     assert roomy.hf_config.vocab_size == 400
+    short = resolve_model(ModelConfig(name=str(base("qwen2", rows=TIGHT - 1)), add_tokens=TOKENS))  # without <|pad|>
+    assert short.hf_config.vocab_size == TIGHT + 2
 
 
 def test_known_tokens_change_nothing_and_a_foreign_tokenizer_is_refused(base, caplog):
