@@ -298,17 +298,17 @@ class EngineStrategy(Checkpoints):
         # FSDP1's own units hold this rank's shards
         check_alike("comparing parameters", tensors_of(module, not manual or config.engine != "fsdp1"))
         units = units_already_wrapped(module)
+        fits = manual or not units
+        require(fits, f"{self.path}.wrap", "a model that is already wrapped", "a plain model, or wrap: manual")
+        kinds = FSDPModule if config.engine == "fsdp1" else FullyShardedDataParallel
+        alike = not any(isinstance(inner, kinds) for inner in module.modules())
+        require(alike, f"{self.path}.wrap", "manual with units of another engine", config.engine)
         inside = {id(p) for unit in units.values() if manual for p in unit.parameters()}
         axes = self.mesh.ndim  # of a unit; under tensor parallelism too it has more
         found = ((n, p) for n, p in module.named_parameters() if isinstance(p, DTensor))
         name = next((n for n, p in found if id(p) not in inside or p.device_mesh.ndim != axes), None)
         given, allowed = f"the DTensor {name}, as of a tp_plan", "plain parameters, which the strategy shards by itself"
         require(name is None, type(module).__name__, given, allowed, "drop tp_plan, parallelize_module or the like")
-        fits = manual or not units
-        require(fits, f"{self.path}.wrap", "a model that is already wrapped", "a plain model, or wrap: manual")
-        kinds = FSDPModule if config.engine == "fsdp1" else FullyShardedDataParallel
-        alike = not any(isinstance(inner, kinds) for inner in module.modules())
-        require(alike, f"{self.path}.wrap", "manual with units of another engine", config.engine)
         if self._layer_sync is not None:
             self._layer_sync.apply(module)
             self._layer_sync = None  # or Lightning would put other layers into a sharded model at the end

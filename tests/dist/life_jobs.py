@@ -106,7 +106,7 @@ class Conv(ForeignNetWithValidation):
         self.body = nn.Sequential(nn.Conv1d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(40, 12))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.body(x.unsqueeze(1)))
+        return self.head(self.body(x.unsqueeze(1))).float()  # a loss of two dtypes has no backward in torch 2.11
 
 
 class Lstm(Conv):
