@@ -19,6 +19,8 @@ import torch
 class Narrow(torch.optim.AdamW):
     \"\"\"Keeps its first moment in bf16, whatever the recipe declares.\"\"\"
     def step(self, closure=None):
+        for state in self.state.values():
+            state["exp_avg"] = state["exp_avg"].float()
         loss = super().step(closure)
         for state in self.state.values():
             state["exp_avg"] = state["exp_avg"].bfloat16()
