@@ -224,7 +224,7 @@ class OneScheduler(ForeignNetWithValidation):
 def idle(cases: list[tuple[dict[str, Any], dict[str, Any]]], engine: str) -> list[list[str]]:
     """What is warned of each scheduler in a run with these options, eight batches per epoch."""
     said: list[list[str]] = []
-    log, handler = logging.getLogger("lit_fsdp"), logging.Handler()
+    log, handler = logging.getLogger("lit_fsdp.parallel.base"), logging.Handler()
     handler.emit = lambda record: said[-1].append(record.getMessage())  # type: ignore[method-assign]
     log.addHandler(handler)
     for given, options in cases:

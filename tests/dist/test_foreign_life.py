@@ -178,9 +178,14 @@ def test_loaders_without_a_length_end_together() -> None:
 def test_an_error_before_a_model_is_filled_is_the_last_one_that_is_shown(tiny_model: Path) -> None:
     """Lightning's teardown moves models to the host, and its Ctrl-C ends the process."""
     one = ["ArithmeticError"]
-    wanted = [one, ["KeyboardInterrupt", "SystemExit"], one, one, one, one, ["MisconfigurationException"]]
-    for strategy in ({"engine": "ddp"}, {"engine": "fsdp2"}, "auto"):
-        assert on_ranks("ended_early", 1, folder=str(tiny_model), strategy=strategy) == [wanted], strategy
+    wanted = [one, ["KeyboardInterrupt", "SystemExit"], one, one, one, one]
+    for strategy, finder in (
+        ({"engine": "ddp"}, "ConfigError"),
+        ({"engine": "fsdp2"}, "ConfigError"),
+        ("auto", "MisconfigurationException"),
+    ):
+        found = on_ranks("ended_early", 1, folder=str(tiny_model), strategy=strategy)
+        assert found == [[*wanted, [finder]]], strategy
     assert on_ranks("ended_early", 1, folder="", strategy={"engine": "ddp"}, ours=False) == [wanted[:2]]
 
 
