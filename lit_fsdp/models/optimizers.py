@@ -90,7 +90,7 @@ def orthogonalized(matrix: torch.Tensor, group: Mapping[str, Any]) -> torch.Tens
 class _WholeMuon(Muon):
     """torch's Muon, but for an iteration of whole matrices, each on one rank: on shards it has another outcome."""
 
-    dtype: torch.dtype
+    dtype = torch.bfloat16  # of the class, as optimizers lose what is their own when they are copied
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -120,6 +120,10 @@ class _WholeMuon(Muon):
                         found = distribute_tensor(found, mesh, param.placements, src_data_rank=None).to(grad.device)
                     param.mul_(1 - lr * group["weight_decay"])
                     param.add_(found, alpha=-_adjust_lr(lr, group["adjust_lr_fn"], param.shape))
+
+
+class _PreciseMuon(_WholeMuon):
+    dtype = torch.float32
 
 
 class MuonWithAdamW(Optimizer):
@@ -156,9 +160,8 @@ class MuonWithAdamW(Optimizer):
         others = [group | {"lr": adamw_lr} for group in groups if not group["use_muon"]]
         self._inner: list[Optimizer] = []
         if matrices:
-            whole = _WholeMuon(matrices, lr=lr, weight_decay=weight_decay, **muon)
-            whole.dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[iterates_in]
-            self._inner.append(whole)
+            kind = _PreciseMuon if iterates_in == "fp32" else _WholeMuon
+            self._inner.append(kind(matrices, lr=lr, weight_decay=weight_decay, **muon))
         if others:
             self._inner.append(AdamW(others, lr=adamw_lr, weight_decay=weight_decay, betas=betas))
         super().__init__([group for inner in self._inner for group in inner.param_groups], {})

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 from safetensors.torch import load_file
 from transformers import LlamaConfig
 
@@ -123,6 +124,8 @@ def test_what_fails_in_step_1_is_refused_before_the_first_batch(engine: str, ran
         "fsdp2": {"ByMask": "index_put", "Rprop": r"fsdp1 \| ddp \| single: ", "SGD": "_fused_sgd_"},
         "fsdp1": {"ByNorm": "it computes with whole tensors"},
     }.get(engine, {})
+    if Version(torch.__version__).release >= (2, 15):  # whose DTensors take masks
+        wanted.pop("ByMask", None)
     for found in on_ranks("tried", ranks, engine=engine, folder=str(tmp_path)):
         assert {name for name, error in found.items() if error} == wanted.keys()
         for name, cause in wanted.items():
