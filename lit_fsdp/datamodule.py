@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -249,8 +250,9 @@ class CausalLMDataModule(LightningDataModule):
         trainer, samples = self._trainer(), self._split(split)
         parts = np.split(np.arange(len(samples)), np.cumsum(samples.groups)[:-1] if samples.sets else [])
         cut = partial(micro_batches, micro_batch_size=self.config.micro_batch_size)
-        # all items of a batch are of one set
-        batches = [one for part in parts for one in cut(part, ranks=trainer.world_size, rank=trainer.global_rank)]
+        # all items of a batch are of one set; sets take turns, so that trainer.limit_val_batches leaves some of each
+        turns = zip_longest(*(cut(part, ranks=trainer.world_size, rank=trainer.global_rank) for part in parts))
+        batches = [one for turn in turns for one in turn if one is not None]
         return self._loader(split, lambda: iter(batches), len(batches))
 
     def _loader(self, split: str, indices: Callable[[], Iterator[list[int]]], length: int) -> BatchLoader:

@@ -56,7 +56,7 @@ def with_sharded(state: Any, tensor_of: Callable[[Sharded], torch.Tensor]) -> An
     return _replaced(state, Sharded, lambda sharded, path: tensor_of(sharded), ())
 
 
-def _replaced(value: Any, kind: type, make: Callable[[Any, tuple[Any, ...]], Any], path: tuple[Any, ...]) -> Any:
+def _replaced(value: Any, kind: Any, make: Callable[[Any, tuple[Any, ...]], Any], path: tuple[Any, ...]) -> Any:
     if isinstance(value, kind):
         return make(value, path)
     if type(value) in (dict, OrderedDict):
@@ -79,6 +79,16 @@ def leaves(value: Any, path: tuple[str, ...]) -> Iterator[tuple[str, str]]:
             yield from leaves(item, (*path, key))
     else:
         yield ".".join(path), json.dumps(value, sort_keys=True)
+
+
+def has_parts(leaf: str) -> bool:
+    """Whether JSON of :func:`leaves` has an array that may be a rank's part of one; a number in a tensor is none."""
+    found: list[int] = []
+    if '"$tensor"' in leaf or '"$numpy"' in leaf:
+        _replaced(
+            decode(json.loads(leaf)), (torch.Tensor, np.ndarray), lambda array, path: found.append(array.ndim), ()
+        )
+    return any(found)
 
 
 def encode(state: Any) -> Any:

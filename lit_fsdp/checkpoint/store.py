@@ -110,7 +110,7 @@ def check_alike(folder: Path, specs: Mapping[str, TensorSpec], layout: Layout) -
 
 
 def own_parts(state: Any) -> tuple[dict[str, bool], bytes]:
-    """What of ``state`` differs between ranks, with whether it is a tensor, and this rank's part of it; collective.
+    """What of ``state`` differs between ranks, with whether it is an array, and this rank's part of it; collective.
 
     The bytes, JSON, are as many on every rank, and none where all are alike. Of a callback that gives no state on a
     rank, as where rank 0 alone saves, that is no difference.
@@ -121,7 +121,7 @@ def own_parts(state: Any) -> tuple[dict[str, bool], bytes]:
     if len(set(ranks.run(what, lambda: _digest(sorted(texts.items()))))) == 1:
         return {}, b""
     hashes = {
-        path: {name: (_digest(text), '"$tensor"' in text or '"$numpy"' in text) for name, text in found}
+        path: {name: (_digest(text), state_json.has_parts(text)) for name, text in found}
         for path, found in texts.items()
     }
     differs: dict[str, bool] = {}

@@ -60,8 +60,13 @@ def _tiny(param: torch.Tensor) -> torch.Tensor:
 
 def _copy_on(make: Callable[..., torch.Tensor], optimizer: Optimizer) -> Any:
     """A copy of an optimizer and of all that it keeps, on tensors made of its parameters, one for those alike."""
-    own, state = object.__new__(type(optimizer)), defaultdict[Any, Any](dict)
-    known: dict[int, Any] = {id(optimizer): own, id(optimizer.state): state}  # taken in place of copies
+    held = [
+        one for value in vars(optimizer).values() for one in (value if isinstance(value, list | tuple) else [value])
+    ]
+    optimizers = [optimizer, *(one for one in held if isinstance(one, Optimizer))]  # whose own copies lose attributes
+    state = defaultdict[Any, Any](dict)
+    known: dict[int, Any] = {id(one): object.__new__(type(one)) for one in optimizers}  # taken in place of copies
+    known[id(optimizer.state)] = state
     for group in optimizer.param_groups:
         alike: dict[Any, nn.Parameter] = {}
         for param in group["params"]:
@@ -72,7 +77,9 @@ def _copy_on(make: Callable[..., torch.Tensor], optimizer: Optimizer) -> Any:
                 is_like = torch.is_tensor(kept) and kept.shape == param.shape
                 state[tiny][name] = torch.zeros_like(tiny) if is_like else copy.deepcopy(kept)
     hooks: dict[str, Any] = {"_optimizer_step_pre_hooks": {}, "_optimizer_step_post_hooks": {}}
-    vars(own).update(copy.deepcopy(vars(optimizer), known) | hooks)
+    for one in optimizers:
+        vars(known[id(one)]).update(copy.deepcopy(vars(one), known) | hooks)
+    own = known[id(optimizer)]
     for group in own.param_groups:
         group["params"][:] = dict.fromkeys(group["params"])
         if isinstance(group.get("lr"), float):

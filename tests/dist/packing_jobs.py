@@ -90,8 +90,8 @@ def _place_as_angle(self: Any, x: torch.Tensor, position_ids: torch.Tensor) -> t
     return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
 
 
-def validate_run(folder: str, data: dict[str, Any], strategy: dict[str, Any]) -> dict[str, float]:
-    trainer = trainer_for({"precision": "fp32", **strategy}, [])
+def validate_run(folder: str, data: dict[str, Any], strategy: dict[str, Any], **options: Any) -> dict[str, float]:
+    trainer = trainer_for({"precision": "fp32", **strategy}, [], **options)
     (metrics,) = trainer.validate(CausalLMModule(name=folder), CausalLMDataModule(**data), verbose=False)
     return dict(metrics)
 

@@ -216,6 +216,7 @@ class Keeper(Callback):
         live: Any = trainer.strategy
         rank, tensors = trainer.global_rank, live.lightning_module_state_dict()
         numbers = {"seen": {str(rank): rank + 0.5, "step": trainer.global_step}, "last": [rank, None][rank % 2]}
+        numbers["best"] = torch.tensor(rank + 0.5)  # as EarlyStopping keeps it
         kinds: dict[str, Callable[[], Any]] = {
             "shards": lambda: [local(param).detach().clone() for param in pl_module.parameters()],
             "sharded": lambda: {"all": [None, ({name: tensor.clone() * 2 for name, tensor in tensors.items()},)]},

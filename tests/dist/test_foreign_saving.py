@@ -157,7 +157,7 @@ def test_callbacks_and_modules_go_on_with_the_state_of_their_rank(tmp_path: Path
         for found in on_ranks("keep", ranks, kind="sharded", ckpt_path=tmp_path / "sharded" / "step=2.ckpt", **more):
             assert found["given"] == wanted, other
         found = on_ranks("keep", ranks, kind="numbers", ckpt_path=tmp_path / "numbers" / "step=2.ckpt", **more)[0]
-        assert found["given"] == {"it": {"seen": {"0": 0.5, "step": 2}, "last": 0}}
+        assert found["given"] == {"it": {"seen": {"0": 0.5, "step": 2}, "last": 0, "best": 0.5}}
         assert f"differed between the 2 ranks that saved it; all {ranks} go on with that of rank 0" in found["said"][0]
         assert "callbacks.Keeper.it.last, callbacks.Keeper.it.seen.0, callbacks.Keeper.it.seen.1" in found["said"][0]
         found = on_ranks("keep", ranks, kind="odd", ckpt_path=tmp_path / "odd" / "step=2.ckpt", **more)[0]

@@ -115,3 +115,7 @@ def test_named_sets_have_metrics_of_their_own(tiny_model: Path, tmp_path: Path, 
             (alone,) = on_ranks("validate_run", 1, folder=tiny_model, data={**job, "val": part}, strategy={})
             wanted |= {f"{kind}/{name}".removesuffix("/"): value for kind, value in alone.items()}
         assert found == [pytest.approx(wanted, rel=1e-5)] * ranks
+        (few,) = on_ranks(
+            "validate_run", 1, data={**job, "val": sources}, limit_val_batches=2, folder=tiny_model, strategy={}
+        )
+        assert 0 < few["val_loss/hard"] < float("inf")  # as of each set first
