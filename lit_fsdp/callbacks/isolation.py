@@ -145,7 +145,7 @@ def _remembered_at(strategy: Any, module: Any) -> Path:
 
 def run_aside(strategy: Any, module: Any, method: str, *args: Any) -> Any:
     """A method of the module outside of every step, through the engine's own hooks and autocast; all ranks together."""
-    stance = "force_eager" if strategy.config.compile else "default"
+    stance: Any = "force_eager" if strategy.config.compile else "default"
     with torch.compiler.set_stance(stance), strategy.precision_plugin.train_step_context(), torch.no_grad():
         if strategy.model is module:
             return getattr(module, method)(*args)

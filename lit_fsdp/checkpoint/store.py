@@ -148,7 +148,7 @@ class BackgroundSaver:
     """
 
     def __init__(self, device: torch.device, timeout_seconds: float) -> None:
-        group = None
+        group: Any = None  # torch's annotation also has a number, for ranks outside of it
         if dist.is_available() and dist.is_initialized():
             group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
         self._writers = Ranks(group)

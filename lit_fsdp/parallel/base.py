@@ -79,7 +79,9 @@ def build_mesh(device_type: str, replicate_degree: int, shard_degree: int, timeo
         return init_device_mesh(device_type, (shard_degree,), mesh_dim_names=(SHARD,))
     ranks = torch.arange(replicate_degree * shard_degree).reshape(replicate_degree, shard_degree)
     # made here, as the groups that torch makes wait for its own default timeout
-    groups = [dist.new_subgroups_by_enumeration(along.tolist(), timeout=timeout)[0] for along in (ranks.T, ranks)]
+    groups: list[Any] = [
+        dist.new_subgroups_by_enumeration(along.tolist(), timeout=timeout)[0] for along in (ranks.T, ranks)
+    ]
     return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=(REPLICATE, SHARD))
 
 
@@ -155,7 +157,7 @@ class EngineStrategy(Checkpoints):
         self._names: dict[int, str] = {}
         self._used: set[str] = set()
         self._noted: dict[int, torch.Tensor] = {}
-        self._host_group: dist.ProcessGroup | None = None
+        self._host_group: Any = None
         STRATEGIES.add(self)
         super().__init__(  # type: ignore[call-arg]
             process_group_backend=config.process_group_backend, timeout=timedelta(seconds=config.timeout_seconds)
