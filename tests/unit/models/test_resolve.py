@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from lit_fsdp.config.model import ModelConfig
 from lit_fsdp.errors import ConfigError
@@ -165,6 +165,8 @@ def _frequencies(config):
 @pytest.mark.parametrize("form", ["folder", "json", "mapping", "miniature"])
 def test_a_scaling_that_is_added_keeps_the_frequencies_of_the_model(tmp_path, no_hub, form, caplog):
     for family, saved, added, meant in SCALED:
+        if family not in CONFIG_MAPPING or (family == "gpt_neox" and "gemma4_text" not in CONFIG_MAPPING):
+            continue  # Gemma 4 is of later releases, as is the share of GPT-NeoX's rotary dimensions in rope_parameters
         values = {**families.tiny(family).to_dict(), "rope_parameters": saved}
         values["layer_types"] = ["sliding_attention", "full_attention"] if saved is LAYERS else None
         values["num_hidden_layers"], published = 2, json.loads(json.dumps({**values, **added}))
