@@ -15,7 +15,7 @@ CRASHES = {
     "model": "lit_fsdp.module.CausalLMModule.configure_model",
     "step": "lit_fsdp.module.CausalLMModule.training_step",
     "save": "lit_fsdp.callbacks.checkpoint.Checkpoint.save",
-    "disk": "lit_fsdp.checkpoint.files.write_bytes",
+    "disk": "lit_fsdp.checkpoint.storage.Writer.write_data",
     "collective": "lit_fsdp.checkpoint.ranks.Ranks.run",
 }
 RECIPE = """
