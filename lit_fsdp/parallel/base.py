@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.data import sized_len
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
@@ -26,7 +27,14 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.utils.data import DataLoader
 
 from lit_fsdp.checkpoint.ranks import Ranks
-from lit_fsdp.config.strategy import OTHER_OPTIMIZER, StrategyConfig, check_optimizer, check_quantized, mesh_shape
+from lit_fsdp.config.strategy import (
+    OTHER_OPTIMIZER,
+    StrategyConfig,
+    check_accumulation,
+    check_optimizer,
+    check_quantized,
+    mesh_shape,
+)
 from lit_fsdp.data.batches import Resumable
 from lit_fsdp.errors import ConfigError, ContractError, require
 from lit_fsdp.parallel.activation import prepare_blocks, recompute_by_unit, resolve_gradient_checkpointing
@@ -209,10 +217,17 @@ class EngineStrategy(Checkpoints):
             given = f"{type(callback).__name__}, whose first update comes after the last of {trainer.max_steps} steps"
             fix = "let it begin earlier: until then it gives the weights that training began with, and to the end here"
             require(_ever_averages(callback, trainer), "trainer.callbacks", given, "averages of what is trained", fix)
+        if verb == "fit":
+            self._check_accumulation(trainer)
         # the root counts on one backward pass, after which the step comes
         wrong = config.engine == "fsdp1" and verb == "fit" and not module.automatic_optimization
         given = f"fsdp1 with manual optimization ({type(module).__name__})"
         require(not wrong, f"{self.path}.engine", given, "fsdp2 | ddp | single")
+
+    def _check_accumulation(self, trainer: Any) -> None:
+        schedules = (c.scheduling.values() for c in trainer.callbacks if isinstance(c, GradientAccumulationScheduler))
+        steps = max(trainer.accumulate_grad_batches, *(n for counts in schedules for n in counts), 1)
+        check_accumulation(self.config, steps, self.path, "larger batches without accumulate_grad_batches")
 
     def _configure_launcher(self) -> None:
         """Let Lightning's launcher start further processes once this one has found nothing to refuse."""
@@ -271,6 +286,7 @@ class EngineStrategy(Checkpoints):
         self.accelerator.setup(trainer)  # type: ignore[attr-defined]
         module = self.lightning_module
         if trainer.state.fn == "fit":
+            self._check_accumulation(trainer)  # which a data module may have settled
             self._check_hyperparameters()
             if self.config.is_sharded and dist.get_rank() == 0:
                 warn_of_lightnings([module, *trainer.callbacks])
@@ -561,6 +577,7 @@ class EngineStrategy(Checkpoints):
 
     def block_backward_sync(self) -> Any:
         """Around all micro-batches of a global batch but the last."""
+        self._check_accumulation(self.lightning_module.trainer)  # which a callback may have changed
         return nullcontext() if self.config.sync_each_micro_batch else self._no_sync()
 
     def backward(self, closure_loss: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
