@@ -106,9 +106,11 @@ def apply_float8(model: nn.Module, skip: Sequence[str] | None, path: str) -> Non
     names = {name for name in fitting if not any(word in name for word in words)}
     allowed = f"linear layers whose sizes are multiples of {_FP8_MULTIPLE} and that fp8_skip leaves"
     require(names, f"{path}.fp8_skip", "nothing left to compute in fp8", allowed)
-    from torchao.float8 import convert_to_float8_training
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    convert_to_float8_training(model, module_filter_fn=lambda _module, name: name in names)
+    # a weight's gradient is a sum over rows, of which there may be any number
+    config = Float8LinearConfig(pad_inner_dim=True)
+    convert_to_float8_training(model, config=config, module_filter_fn=lambda _module, name: name in names)
 
 
 class DtypeContract:
