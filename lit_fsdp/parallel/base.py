@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import re
 import socket
 import threading
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.trainer.states import TrainerStatus
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
@@ -37,6 +39,7 @@ from lit_fsdp.config.strategy import (
 )
 from lit_fsdp.data.batches import Resumable
 from lit_fsdp.errors import ConfigError, ContractError, require
+from lit_fsdp.host import FIRST, end_with_first
 from lit_fsdp.parallel.activation import prepare_blocks, recompute_by_unit, resolve_gradient_checkpointing
 from lit_fsdp.parallel.alike import check_alike, ending_together, kinds_of, options_of, tensors_of
 from lit_fsdp.parallel.checkpointing import Checkpoints, check_packed_state
@@ -232,15 +235,22 @@ class EngineStrategy(Checkpoints):
     def _configure_launcher(self) -> None:
         """Let Lightning's launcher start further processes once this one has found nothing to refuse."""
         super()._configure_launcher()  # type: ignore[misc]
+        end_with_first(self._is_running)
         if self._launcher is None:
             return
         launch = self._launcher.launch
 
         def launch_checked(function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
             self.check_environment(trainer, self.lightning_module, trainer.state.fn)
+            if not self.cluster_environment.creates_processes_externally:
+                os.environ[FIRST] = str(os.getpid())
             return launch(function, *args, trainer=trainer, **kwargs)
 
         self._launcher.launch = launch_checked
+
+    def _is_running(self) -> bool:
+        trainer = getattr(self.lightning_module, "_trainer", None)
+        return trainer is not None and trainer.state.status == TrainerStatus.RUNNING
 
     def setup_environment(self) -> None:
         """Start the process group (of one for ``single``), settle ``precision: auto``, and build the mesh."""

@@ -102,6 +102,8 @@ def test_exit_codes_alone_decide_who_is_started_again(
         (76, {"exit_0": "76"}, 76, False),  # it would end there again
         (137, {"saved": ""}, 137, True),
         (137, {}, 137, False),
+        (134, {"saved": ""}, 134, True),  # SIGABRT: the watchdog of NCCL in ranks that lost another one
+        (134, {"exit_1": "1", "saved": ""}, 1, False),  # which had failed
         (130, {"saved": ""}, 130, False),
     ]
     for number, (srun, left, code, again) in enumerate(cases):
