@@ -287,9 +287,9 @@ class EngineStrategy(Checkpoints):
         field = f"{trainer.state.stage.dataloader_prefix}_dataloader"
         check_alike("looking for lengths", {field: "no length" if is_endless else "a length"})
         if is_endless and self._host_group is None and self.root_device.type != "cpu":
-            timeout = timedelta(seconds=self.config.timeout_seconds)
-            self._host_group = dist.new_group(backend="gloo", timeout=timeout)
-        return ending_together(loader, self._host_group) if is_endless else loader
+            self._host_group = self.meet_on_hosts()
+        device = self.root_device if self._host_group is None else torch.device("cpu")
+        return ending_together(loader, self._host_group, device) if is_endless else loader
 
     def setup(self, trainer: Any) -> None:
         """Shard the LightningModule (once), check the contract, build the optimizers."""
