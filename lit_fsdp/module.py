@@ -10,6 +10,7 @@ import functools
 import inspect
 import logging
 import math
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, Self
@@ -131,6 +132,8 @@ class CausalLMModule(LightningModule):
             kind, compute = self.source.hf_config.model_type, strategy.config.precision_config.row.compute
             words = attention_words(self.attn_implementation, self.config.attn_implementation, kind, compute)
             _log.info("attention: %s", words)
+        if torch.are_deterministic_algorithms_enabled():  # of which FlashAttention knows nothing
+            os.environ["FLASH_ATTENTION_DETERMINISTIC"] = "1"
         seed = torch.initial_seed() if strategy is None else strategy.broadcast(torch.initial_seed())
         if self._adapter_config is None:
             self._weights = open_weights(self.source, model, seed)

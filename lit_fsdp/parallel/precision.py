@@ -48,9 +48,12 @@ def settle_precision(config: StrategyConfig, device_type: str, on_all: Callable[
     what = f"{'every' if everywhere else 'not every'} {'CPU' if device_type == 'cpu' else 'GPU'} has bf16 instructions"
     if dist.get_rank() == 0 and given.mode == "auto":
         _log.info("precision auto: %s, as %s", settled.precision_config.mode, what)
-    elif dist.get_rank() == 0 and device_type == "cpu" and not everywhere and given.row.compute == "bf16":
-        text = "precision %s computes in bf16, about eight times slower than fp32, as %s; set it to auto, or fp32"
-        _log.warning(text, given.mode, what)
+    elif dist.get_rank() == 0 and not everywhere and given.row.compute == "bf16":
+        how, fix = "about eight times slower than fp32", "auto, or fp32"
+        if device_type != "cpu":
+            how, fix = "which is emulated and slower than fp32", "auto, fp32 or fp16_mixed"
+        text = "precision %s computes in bf16, %s, as %s; set it to %s"
+        _log.warning(text, given.mode, how, what, fix)
     return settled
 
 
