@@ -129,8 +129,8 @@ class CausalLMModule(LightningModule):
         check_attention(self.config.attn_implementation, strategy.root_device.type if strategy else "cpu")
         model: Any = self.build().model
         if isinstance(strategy, EngineStrategy) and strategy.root_device.type == "cuda" and self.global_rank == 0:
-            kind, compute = self.source.hf_config.model_type, strategy.config.precision_config.row.compute
-            words = attention_words(self.attn_implementation, self.config.attn_implementation, kind, compute)
+            compute = strategy.config.precision_config.row.compute
+            words = attention_words(self.attn_implementation, self.config.attn_implementation, compute)
             _log.info("attention: %s", words)
         if torch.are_deterministic_algorithms_enabled():  # of which FlashAttention knows nothing
             os.environ["FLASH_ATTENTION_DETERMINISTIC"] = "1"

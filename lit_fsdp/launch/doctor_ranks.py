@@ -51,17 +51,12 @@ def device_facts() -> dict[str, Any]:
         torch.cuda.init()
     except (AssertionError, RuntimeError) as error:
         why_not = str(error).split("\n")[0]
-    gpus: list[dict[str, Any]] = []
-    for index in range(0 if why_not else torch.cuda.device_count()):
-        with torch.cuda.device(index):
-            found = torch.cuda.get_device_properties(index)
-            has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
-            gpus.append({"name": found.name, "gib": found.total_memory / GIB, "has_bf16": has_bf16})
+    gpus = [] if why_not else [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     return {
         "build": f"CUDA {cuda}" if cuda else f"ROCm {torch.version.hip}" if torch.version.hip else "CPU",
         "why_not": why_not,
         "device_files": len(glob.glob("/dev/nvidia[0-9]*")),
-        "gpus": gpus,
+        "gpus": [{"name": gpu.name, "gib": gpu.total_memory / GIB, "has_bf16": gpu.major >= 8} for gpu in gpus],
         "driver": collect_env.get_nvidia_driver_version(collect_env.run),
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if gpus and dist.is_nccl_available() else None,
     }

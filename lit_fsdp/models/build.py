@@ -76,19 +76,13 @@ def check_attention(attn_implementation: str | None, device_type: str) -> None:
         require(major >= _FLASH_MAJOR, field, given, "8.0 (Ampere) or newer", otherwise)
 
 
-def attention_words(chosen: str, named: str | None, model_type: str, computes_in: str) -> str:
+def attention_words(chosen: str, named: str | None, computes_in: str) -> str:
     """What attends on this GPU, and why; of torch's own kernels each call takes the first that can have its mask."""
-    why = "model.attn_implementation says" if named else f"{model_type} is built by default"
     has_flash = computes_in != "fp32" and torch.cuda.get_device_capability()[0] >= _FLASH_MAJOR
-    kernels = {
-        "sdpa": "torch's flash kernel without a mask, with one the memory-efficient one or cuDNN's"
-        if has_flash
-        else "torch's memory-efficient kernel; the flash kernel takes bf16 or fp16, on Ampere or newer",
-        "flex_attention": "a kernel that torch compiles",
-        "eager": "plain products and a softmax",
-    }
-    package = _FLASH_PACKAGES.get(chosen, ("the model",))[0]
-    return f"{chosen} ({kernels.get(chosen, f'the kernel of {package}')}), as {why}"
+    without = "memory-efficient: flash takes bf16 or fp16, on Ampere or newer"
+    kernels = "flash without a mask, memory-efficient or cuDNN's with one" if has_flash else without
+    of_torch = f" (torch's kernels: {kernels})" if chosen == "sdpa" else ""
+    return f"{chosen}{of_torch}, {'as model.attn_implementation says' if named else 'the default of this model'}"
 
 
 def build_trainable(
