@@ -10,6 +10,7 @@ import functools
 import inspect
 import logging
 import math
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, Self
@@ -29,7 +30,13 @@ from lit_fsdp.config.parser import build
 from lit_fsdp.errors import ConfigError, require
 from lit_fsdp.metrics.step_metrics import STEP_COUNTS, SumMetric, batch_counts, eval_means, step_metrics
 from lit_fsdp.models.base import check_base, describe_base
-from lit_fsdp.models.build import build_on_meta, build_trainable, check_attention, kept_with_adapters
+from lit_fsdp.models.build import (
+    attention_words,
+    build_on_meta,
+    build_trainable,
+    check_attention,
+    kept_with_adapters,
+)
 from lit_fsdp.models.export_files import model_entry, model_files
 from lit_fsdp.models.generate import generate_ids
 from lit_fsdp.models.lora import LoraWeights
@@ -121,6 +128,12 @@ class CausalLMModule(LightningModule):
         strategy: Any = self._trainer.strategy if self._trainer else None  # None under load_weights
         check_attention(self.config.attn_implementation, strategy.root_device.type if strategy else "cpu")
         model: Any = self.build().model
+        if isinstance(strategy, EngineStrategy) and strategy.root_device.type == "cuda" and self.global_rank == 0:
+            compute = strategy.config.precision_config.row.compute
+            words = attention_words(self.attn_implementation, self.config.attn_implementation, compute)
+            _log.info("attention: %s", words)
+        if torch.are_deterministic_algorithms_enabled():  # of which FlashAttention knows nothing
+            os.environ["FLASH_ATTENTION_DETERMINISTIC"] = "1"
         seed = torch.initial_seed() if strategy is None else strategy.broadcast(torch.initial_seed())
         if self._adapter_config is None:
             self._weights = open_weights(self.source, model, seed)
