@@ -115,7 +115,7 @@ class LoraConfig:
     """Names of modules trained whole beside the adapters and kept with them, e.g. [lm_head]."""
     peft_args: dict[str, Any] | None = None
     """Further arguments of peft.LoraConfig: layers_to_transform, layers_pattern, exclude_modules, rank_pattern,
-    alpha_pattern."""
+    alpha_pattern, init_lora_weights: gaussian."""
     quantize: Literal["nf4"] | None = None
     """nf4: keep the linear layers of the base, but the head, in 4 bits (QLoRA)."""
     double_quantization: bool = False
