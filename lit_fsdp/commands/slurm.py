@@ -74,16 +74,13 @@ def _planned(options: argparse.Namespace, rest: list[str]) -> tuple[Job, RunConf
     from lit_fsdp.config.parser import load_recipe
     from lit_fsdp.launch.slurm_job import plan_job
 
-    given = {f"slurm.{name}": getattr(options, name) for name in _FLAGS}
-    words = {f"slurm.{name}": name for name in _FLAGS}
+    short = {f"slurm.{name}": (f"--{name}", getattr(options, name)) for name in _FLAGS}
     for name, (own, trainers) in _SIZES.items():
-        size = getattr(options, name)
-        given |= {own: size, trainers: size or None}  # no GPUs: trainer.devices is the number of processes
-        words |= {own: name, trainers: name}
+        flag, size = f"--{name.replace('_', '-')}", getattr(options, name)
+        short |= {own: (flag, size), trainers: (flag, size or None)}  # no GPUs: trainer.devices is that of processes
+    short = {key: one for key, one in short.items() if one[1] is not None}
     also = [f"--{name.replace('_', '-')}" for name in vars(options)]
-    short = {key: (f"--{words[key]}".replace("_", "-"), value) for key, value in given.items() if value is not None}
     refuse_two_values(short, rest, also)
-    _say_replaced(short, rest)
     flags = [word for key, (_, value) in short.items() for word in (f"--{key}", str(value))]
     loaded = load_recipe([*rest, *flags], "fit", also)
     trainer, slurm = loaded.run.trainer, loaded.run.slurm
@@ -96,18 +93,6 @@ def _planned(options: argparse.Namespace, rest: list[str]) -> tuple[Job, RunConf
 
     values = resolved_recipe([*rest, *flags], "fit")  # what only Lightning knows to be wrong is refused here too
     return plan_job(run, values.get("ckpt_path")), run, values
-
-
-def _say_replaced(short: dict[str, tuple[str, Any]], rest: list[str]) -> None:
-    from lit_fsdp.config.parser import read_command_line
-
-    contents = read_command_line(rest).contents
-    for key, (flag, value) in short.items():
-        section, _, name = key.partition(".")
-        files = [content[section].get(name) for content in contents if isinstance(content.get(section), dict)]
-        old = next((one for one in reversed(files) if one is not None), None)
-        if old not in (None, "auto", -1) and str(old) != str(value):
-            print(f"{key}: {old} → {value}, by {flag}", file=sys.stderr)
 
 
 def checkpoint_bytes(run: RunConfig) -> int | None:

@@ -127,9 +127,8 @@ def _short(section: Any) -> tuple[str | None, Any]:
     path, inner = section.get("class_path", ""), section.get("init_args") or {}
     if not isinstance(path, str) or not isinstance(inner, dict):
         return None, section
-    return path or None, {
-        key: value for key, value in section.items() if key not in ("class_path", "init_args")
-    } | inner
+    beside = {key: value for key, value in section.items() if key not in ("class_path", "init_args")}
+    return path or None, beside | inner
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

@@ -94,10 +94,7 @@ def apply_lora(model: PreTrainedModel, config: LoraConfig, base: str | None = No
         _check_names(model, "target_modules", config.target_modules, layers)
     elif targets is not None and targets == config.target_modules:
         found = [name for name, _ in model.named_modules() if re.fullmatch(targets, name)]
-        given, fix = (
-            f"{targets!r}, a regular expression that fits no whole name",
-            f"write [{targets}], or '.*{targets}'",
-        )
+        given, fix = f"{targets!r}, which fits no whole name", f"write [{targets}], or '.*{targets}'"
         require(found, f"{_PATH}.target_modules", given, f"names such as {linears[0]}", fix)
         _check_names(model, "target_modules", found, layers)
     _check_names(model, "modules_to_save", config.modules_to_save or [], layers)

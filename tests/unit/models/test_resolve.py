@@ -110,11 +110,9 @@ def test_names_that_cannot_be_used(tmp_path, saved, tiny, no_hub):
             _resolve(str(name) if isinstance(name, Path) else name, **options)
 
 
-QUANTIZED = {  # by a tensor beside the weight of a layer, which is packed then, or in fp8
-    "weight.quant_state.bitsandbytes__nf4": "bitsandbytes", "weight.absmax": "bitsandbytes", "SCB": "bitsandbytes",
-    "qweight": "GPTQ", "qzeros": "GPTQ", "scales": "packed", "weight_packed": "compressed-tensors", "_blocks": "MXFP4",
-    "weight_scale_inv": "fp8", "weight_scale": "fp8", "weight._data": "another library",
-}  # fmt: skip
+# a tensor beside the weight of a layer, which is packed then, or in fp8
+QUANTIZED = ("weight.quant_state.bitsandbytes__nf4", "weight.absmax", "SCB", "qweight", "qzeros", "scales", "_blocks")
+QUANTIZED += ("weight_packed", "weight_scale_inv", "weight_scale", "weight._data")
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "bin"])
@@ -122,7 +120,7 @@ def test_quantized_weights_are_called_so_without_a_word_in_the_config(saved, no_
     folder = saved("llama")
     whole = load_file(folder / "model.safetensors")
     name = "model.layers.0.self_attn.q_proj."
-    for word, library in QUANTIZED.items():
+    for word in QUANTIZED:
         tensors = whole | {f"{name}{word}".replace("proj._", "proj_"): torch.ones(4, dtype=torch.uint8)}
         if "scale_inv" not in word:  # whose weights have their shape
             tensors[f"{name}weight"] = torch.ones(8, 1, dtype=torch.uint8)
@@ -131,7 +129,7 @@ def test_quantized_weights_are_called_so_without_a_word_in_the_config(saved, no_
             torch.save(tensors, folder / "pytorch_model.bin")
         else:
             save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-        with pytest.raises(ConfigError, match=rf"model\.name: got .*, which is quantized \(.*{library}.*{name[:-1]}"):
+        with pytest.raises(ConfigError, match=rf"model\.name: got .*, which is quantized: .*{name[:-1]}"):
             _resolve(str(folder))
 
 
