@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from torch.distributed.checkpoint.staging import DefaultStager
 
 from lit_fsdp import Checkpoint
 from lit_fsdp.callbacks.stop import StopOnSignal, StopRequested
@@ -73,6 +74,13 @@ def train_async(
     rows: dict[str, Any] = {"train_dataloaders": loader(range(STEPS))} if foreign else {"datamodule": data}
     found: dict[str, Any] = {"error": ""}
     _hurt(fault, rank, Path(run))
+    staged, stage = [0], DefaultStager.stage
+
+    def counted(self: DefaultStager, state: Any) -> Any:
+        staged.append(sum(tensor.untyped_storage().nbytes() for tensor in state.values()))
+        return stage(self, state)
+
+    DefaultStager.stage = counted  # type: ignore[assignment, method-assign]
     try:
         trainer.fit(module, **rows)
         if more_steps:
@@ -87,6 +95,7 @@ def train_async(
         "step": trainer.global_step,
         "visible": watch.visible,
         "pending": watch.pending,
+        "staged": staged[-1],
         "last_model_path": Path(saving.last_model_path).name,
         "best_model_path": Path(saving.best_model_path).name,
     }
