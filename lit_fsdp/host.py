@@ -128,8 +128,8 @@ def num_cores() -> int:
 def threads_of_rank(ranks_here: int, steps_on_host: bool) -> int | None:
     """Threads in which one of ``ranks_here`` ranks of this node computes: its share of the cores; None: as it is.
 
-    Otherwise each takes all of them. ``OMP_NUM_THREADS`` stays, but for the 1 that torchrun sets where nobody has set
-    it, if the optimizer steps on the host. By ``--cpus-per-task`` srun has given a task cores of its own already.
+    ``OMP_NUM_THREADS`` holds, but for the 1 that torchrun sets by itself if the optimizer steps on the host. By
+    ``--cpus-per-task`` srun has given a task cores of its own already.
     """
     has_agent, given = "TORCHELASTIC_RUN_ID" in os.environ, os.environ.get("OMP_NUM_THREADS")
     if ranks_here == 1 or (given and not (given == "1" and has_agent and steps_on_host)):
