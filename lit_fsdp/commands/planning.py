@@ -128,7 +128,7 @@ def run_plan(argv: Sequence[str]) -> int:
             f"{taken['compute'] + taken['exposed'] + taken['host']:.3g} seconds per step: {taken['compute']:.3g} "
             f"computing at {memory.PEAK_SHARE:.0%} of the peak, {taken['exposed']:.3g} that nothing hides of "
             f"{taken['communication']:.3g} sending, a node {memory.NETWORK_GB_PER_SECOND:g} GB/s, and "
-            f"{taken['copies']:.3g} copying from and to the host, {taken['host']:.3g} stepping there; "
+            f"{taken['copies']:.3g} copying from and to the host, {taken['host']:.3g} waiting and stepping there; "
             f"{taken['tokens_per_second']:,.0f} tokens/s"
         )
     elif gpu is not None:
