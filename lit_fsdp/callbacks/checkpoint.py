@@ -21,6 +21,7 @@ from lit_fsdp.checkpoint.run_lock import RunLock
 from lit_fsdp.config.parser import build
 from lit_fsdp.config.run import CheckpointConfig
 from lit_fsdp.errors import CheckpointError, require
+from lit_fsdp.metrics.hardware import is_accelerator
 from lit_fsdp.parallel.base import EngineStrategy
 from lit_fsdp.parallel.units import clean_name
 from lit_fsdp.redaction import redact_values
@@ -71,7 +72,7 @@ class Checkpoint(ModelCheckpoint):
             if len(set(Ranks().run("looking for the last checkpoint", lambda: self.resumes))) > 1:
                 raise CheckpointError(f"{root}: some ranks see a checkpoint there and some do not yet; start again")
             wanted = self.config.async_save
-            is_wanted = strategy.root_device.type == "cuda" if wanted is None else wanted
+            is_wanted = is_accelerator(strategy.root_device) if wanted is None else wanted
             self._background = strategy.open_background() if is_wanted else None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -42,6 +42,7 @@ from lit_fsdp.checkpoint.storage import (
 )
 from lit_fsdp.checkpoint.verify import describe, verify
 from lit_fsdp.errors import CheckpointError
+from lit_fsdp.metrics.hardware import is_accelerator
 
 _log = logging.getLogger(__name__)
 # One process without a process group is no surprise here. Set once: the filters are shared by all threads.
@@ -144,7 +145,7 @@ def _digest(value: object) -> bytes:
 class BackgroundSaver:
     """Writes checkpoints in a thread, one at a time; made by all ranks together, whose threads have a group of theirs.
 
-    Copies off a CUDA device go to pinned memory; a collective of the save waits ``timeout_seconds`` for another rank.
+    Copies off an accelerator go to pinned memory; a collective of the save waits ``timeout_seconds`` for another rank.
     """
 
     def __init__(self, device: torch.device, timeout_seconds: float) -> None:
@@ -152,9 +153,9 @@ class BackgroundSaver:
         if dist.is_available() and dist.is_initialized():
             group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
         self._writers = Ranks(group)
-        is_cuda = device.type == "cuda"
+        pins = is_accelerator(device)
         options = StagingOptions(
-            use_pinned_memory=is_cuda, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=is_cuda
+            use_pinned_memory=pins, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=pins
         )
         self._stager = DefaultStager(options)  # keeps its host memory from one save to the next
         self._pool = futures.ThreadPoolExecutor(1, "checkpoint-save")

@@ -66,11 +66,21 @@ def reset_peak_host_bytes() -> None:
         Path("/proc/self/clear_refs").write_text("5")
 
 
+def is_accelerator(device: torch.device | str) -> bool:
+    """Whether a device, or a type of device, is anything but the CPU: ``torch.get_device_module`` has what it can."""
+    return torch.device(device).type != "cpu"
+
+
+def device_name(device: torch.device) -> str:
+    """What a device calls itself, or ``CPU``."""
+    return torch.get_device_module(device).get_device_name(device) if is_accelerator(device) else "CPU"
+
+
 def peak_device_bytes(device: torch.device) -> int:
-    """Largest allocation on a CUDA device so far in bytes, or the peak of the host's memory on CPU."""
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_host_bytes()
+    """Largest allocation on an accelerator so far in bytes, or the peak of the host's memory on CPU."""
+    return torch.get_device_module(device).max_memory_allocated(device) if is_accelerator(device) else peak_host_bytes()
 
 
 def peak_reserved_bytes(device: torch.device) -> int | None:
-    """Largest memory that torch's allocator has held on a CUDA device so far, in bytes; None on CPU."""
-    return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else None
+    """Largest memory that torch's allocator has held on an accelerator so far, in bytes; None on CPU."""
+    return torch.get_device_module(device).max_memory_reserved(device) if is_accelerator(device) else None

@@ -29,6 +29,7 @@ from lit_fsdp.checkpoint.ranks import Ranks
 from lit_fsdp.config.strategy import OTHER_OPTIMIZER, StrategyConfig, check_optimizer, check_quantized, mesh_shape
 from lit_fsdp.data.batches import Resumable
 from lit_fsdp.errors import ConfigError, ContractError, require
+from lit_fsdp.metrics.hardware import is_accelerator
 from lit_fsdp.parallel.activation import prepare_blocks, recompute_by_unit, resolve_gradient_checkpointing
 from lit_fsdp.parallel.alike import check_alike, ending_together, kinds_of, options_of, tensors_of
 from lit_fsdp.parallel.checkpointing import Checkpoints, check_packed_state
@@ -261,7 +262,7 @@ class EngineStrategy(Checkpoints):
         is_endless = sized_len(loader) is None
         field = f"{trainer.state.stage.dataloader_prefix}_dataloader"
         check_alike("looking for lengths", {field: "no length" if is_endless else "a length"})
-        if is_endless and self._host_group is None and self.root_device.type != "cpu":
+        if is_endless and self._host_group is None and is_accelerator(self.root_device):
             timeout = timedelta(seconds=self.config.timeout_seconds)
             self._host_group = dist.new_group(backend="gloo", timeout=timeout)
         return ending_together(loader, self._host_group) if is_endless else loader

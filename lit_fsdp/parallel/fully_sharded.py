@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from lit_fsdp.config.strategy import StrategyConfig
+from lit_fsdp.metrics.hardware import is_accelerator
 from lit_fsdp.parallel.precision import TORCH_DTYPES
 from lit_fsdp.parallel.units import UnitPlan, last_unit
 
@@ -54,7 +55,7 @@ def unit_options(config: StrategyConfig, mesh: DeviceMesh) -> dict[str, Any]:
     if config.sharding in ("shard_grad_op", "hybrid_shard_zero2"):
         options["reshard_after_forward"] = False
     if config.cpu_offload:
-        options["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=is_accelerator(mesh.device_type))
     return options
 
 
