@@ -18,12 +18,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.data import sized_len
+from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrize import is_parametrized
 from torch.utils.data import DataLoader
+from torchmetrics import Metric
 
 from lit_fsdp.checkpoint.ranks import Ranks
 from lit_fsdp.config.strategy import OTHER_OPTIMIZER, StrategyConfig, check_optimizer, check_quantized, mesh_shape
@@ -283,6 +285,7 @@ class EngineStrategy(Checkpoints):
             else:
                 self._setup_module(module, is_ours)
             self._owner = module
+        self._to_device(module)
         self.reshard()
         self.model = self._root
         self.barrier()  # type: ignore[attr-defined]
@@ -334,7 +337,6 @@ class EngineStrategy(Checkpoints):
                 self._watch_unit(unit, owners, "fp32" if unit in fp32 else config.precision_config.row.compute)
         if not is_ours:  # which is given token ids
             self._cast_for_layers(module, plan)
-        self._to_device(module)
         if chosen := config.precision_config.buffer_dtype:  # as rotary frequencies lose positions in bf16
             for buffer in (buffer for buffer in module.buffers() if buffer.is_floating_point()):
                 buffer.data = buffer.data.to(TORCH_DTYPES[chosen])
@@ -382,14 +384,19 @@ class EngineStrategy(Checkpoints):
         return plan
 
     def _to_device(self, module: nn.Module) -> None:
-        """Move what is there already; offloaded shards stay on the host."""
+        """Move what is there, also after a fit, at whose end Lightning moves it back; offloaded shards stay behind."""
         if not self.config.offloads:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)
                 module.to(self.root_device)
             return
-        for buffer in [*module.buffers(), *self.replicated]:
-            buffer.data = buffer.data.to(self.root_device)
+        for tensor in [*module.buffers(), *self.replicated]:
+            tensor.data = tensor.data.to(self.root_device)
+        for child in module.modules():
+            if isinstance(child, _DeviceDtypeModuleMixin):
+                child._device = self.root_device  # where its steps find their inputs
+            elif isinstance(child, Metric):
+                child._apply(lambda t: t if isinstance(t, nn.Parameter) else t.to(self.root_device))
 
     def _broadcast(self, module: nn.Module) -> None:
         """Move what is already loaded to the device and make it rank 0's, one unit at a time."""
