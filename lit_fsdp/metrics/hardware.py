@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,6 +70,12 @@ def reset_peak_host_bytes() -> None:
 def is_accelerator(device: torch.device | str) -> bool:
     """Whether a device, or a type of device, is anything but the CPU: ``torch.get_device_module`` has what it can."""
     return torch.device(device).type != "cpu"
+
+
+def to_device(numbers: Sequence[float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Numbers of the host as a tensor on a device, for which the host does not wait."""
+    found = torch.tensor(numbers, dtype=dtype)
+    return found.pin_memory().to(device, non_blocking=True) if is_accelerator(device) else found
 
 
 def device_name(device: torch.device) -> str:

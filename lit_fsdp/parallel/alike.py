@@ -90,10 +90,10 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, bool | int | float | str | None) else type(value).__name__
 
 
-def marks(optimizer: Any) -> torch.Tensor:
+def marks(optimizer: Any) -> list[int]:
     """A short hash of the options of an optimizer and its square: their sums over ranks tell whether all are equal."""
     mark = int(_digest(options_of([optimizer]))[:4], 16)
-    return torch.tensor([mark, mark**2], dtype=torch.float64)
+    return [mark, mark**2]
 
 
 def are_alike(mark: float, square: float, ranks: int) -> bool:

@@ -31,7 +31,7 @@ from lit_fsdp.checkpoint.ranks import Ranks
 from lit_fsdp.config.strategy import OTHER_OPTIMIZER, StrategyConfig, check_optimizer, check_quantized, mesh_shape
 from lit_fsdp.data.batches import Resumable
 from lit_fsdp.errors import ConfigError, ContractError, require
-from lit_fsdp.metrics.hardware import is_accelerator
+from lit_fsdp.metrics.hardware import is_accelerator, to_device
 from lit_fsdp.parallel.activation import prepare_blocks, recompute_by_unit, resolve_gradient_checkpointing
 from lit_fsdp.parallel.alike import check_alike, ending_together, kinds_of, options_of, tensors_of
 from lit_fsdp.parallel.checkpointing import Checkpoints, check_packed_state
@@ -492,16 +492,14 @@ class EngineStrategy(Checkpoints):
 
         unit.register_forward_pre_hook(hook)
 
-    def used_params(self, optimizer: Any) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """The parameters of an optimizer, and a number for each that is 0 where no rank has a gradient; collective."""
+    def used_params(self, optimizer: Any) -> tuple[list[torch.Tensor | None], torch.Tensor]:
+        """The parameters, None for those of others, and for each 0 where no rank has a gradient; collective."""
         if not self.config.is_sharded:  # engines put zeros there, and the optimizer would decay the parameter
-            return [], torch.empty(0)
+            return [], torch.empty(0, device=self.root_device)
         held = {id(p): p for group in optimizer.param_groups for p in group["params"]}
         # in an order that all ranks share, whatever their optimizers hold
         params = [held.get(key) for key in self._names]
-        found = self._on_any_rank([p is not None and self._has_grad(p) for p in params])
-        rows = [row for row, p in enumerate(params) if p is not None]
-        return [p for p in params if p is not None], found[rows]
+        return params, self._on_any_rank([p is not None and self._has_grad(p) for p in params])
 
     def have_gradients(self, params: list[torch.Tensor]) -> list[bool]:
         """Which of these parameters would have a gradient in one process; collective."""
@@ -512,7 +510,7 @@ class EngineStrategy(Checkpoints):
         return self._names[id(param)] in self._used or (param.grad is not None and bool(_local(param.grad).any()))
 
     def _on_any_rank(self, flags: list[bool]) -> torch.Tensor:
-        found = torch.tensor(flags, dtype=torch.uint8, device=self.root_device)
+        found = to_device(flags, torch.uint8, self.root_device)
         if self.world_size > 1:
             dist.all_reduce(found, op=dist.ReduceOp.MAX)
         return found

@@ -34,7 +34,7 @@ from lit_fsdp.config.strategy import StrategyConfig, mesh_shape
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.metrics.hardware import is_accelerator
 from lit_fsdp.models.build import build_trainable
-from lit_fsdp.models.loss import causal_lm_forward, plan_loss
+from lit_fsdp.models.loss import NUM_TARGETS, causal_lm_forward, plan_loss
 from lit_fsdp.models.quantize import give_shapes
 from lit_fsdp.models.resolve import resolve_architecture
 from lit_fsdp.parallel.activation import prepare_blocks
@@ -229,7 +229,7 @@ def _simulate(hf_config: Any, run: RunConfig, strategy: StrategyConfig) -> _Watc
         watch.follow(blocks)
         with watch, _engine_kinds(watch):
             with torch.autocast("cpu", TORCH_DTYPES[row.compute], enabled=autocast):
-                loss = root(batch)
+                loss = root({**batch, NUM_TARGETS: ids.numel()})
             watch.phase = "head"
             loss.backward()
     return watch
