@@ -1,0 +1,168 @@
+"""Runs on the simulated device, in a process of their own: rank 0 of as many as it says, the others like it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.accelerators import Accelerator
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torchmetrics import SumMetric
+
+from lit_fsdp import CausalLMDataModule, CausalLMModule, Checkpoint, EMAWeights, Samples, fsdp_strategy
+from lit_fsdp.callbacks.progress import RunProgress
+from lit_fsdp.callbacks.records import RunRecord
+from lit_fsdp.callbacks.stop import StopOnSignal
+from lit_fsdp.callbacks.throughput import Throughput
+from lit_fsdp.checkpoint import store
+from lit_fsdp.signals import SignalFlags
+from tests.sim import device
+
+
+class SimAccelerator(Accelerator):
+    """What Lightning wants to know of the device."""
+
+    def setup_device(self, device: torch.device) -> None:
+        """Nothing."""
+
+    def teardown(self) -> None:
+        """Nothing."""
+
+    def get_device_stats(self, device: Any) -> dict[str, Any]:
+        return {}
+
+    @staticmethod
+    def parse_devices(devices: Any) -> list[int]:
+        return list(range(devices))
+
+    @staticmethod
+    def get_parallel_devices(devices: Any) -> list[torch.device]:
+        return [torch.device("sim", 0) for _ in devices]
+
+    @staticmethod
+    def auto_device_count() -> int:
+        return 1
+
+    @staticmethod
+    def is_available() -> bool:
+        return True
+
+    @staticmethod
+    def name() -> str:
+        return "sim"
+
+
+class Module(CausalLMModule):
+    """Ours, with a metric of somebody's own and a tensor that is made where the module says that it is."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(optim={"lr": 3e-3, "schedule": "constant"}, **options)
+        self.rows = SumMetric()
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        super().validation_step(batch, batch_idx)
+        self.rows.update(torch.ones((), device=self.device) * len(batch["input_ids"]))
+        self.log("val_rows", self.rows)
+
+
+class Watch(Callback):
+    """Notes the waits from the end of one micro-batch to that of the next, when all other callbacks are done."""
+
+    def __init__(self) -> None:
+        self.waits: list[dict[str, int]] = []
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.waits.append(dict(device.WAITS))
+        device.WAITS.clear()
+
+
+def start(ranks: int) -> None:
+    """Be rank 0 of so many with a device each."""
+    os.environ.update(RANK="0", LOCAL_RANK="0", NODE_RANK="0", WORLD_SIZE=str(ranks))
+    device.register()
+    dist.init_process_group("simccl", store=FakeStore(), rank=0, world_size=ranks)
+
+
+def trainer_for(
+    run: str, ranks: int, strategy: dict[str, Any], callbacks: Sequence[Callback], **options: Any
+) -> Trainer:
+    """A Trainer with what a recipe's run has."""
+    own = [StopOnSignal(SignalFlags()), RunRecord(), Throughput(), RunProgress()]
+    defaults = {"accelerator": SimAccelerator(), "max_epochs": -1, "gradient_clip_val": 1.0, "num_sanity_val_steps": 0}
+    quiet = {"inference_mode": False, "logger": False, "enable_model_summary": False, "use_distributed_sampler": False}
+    options = {**defaults, **quiet, **options, "devices": ranks, "default_root_dir": run}
+    return Trainer(strategy=fsdp_strategy(**strategy), callbacks=[*own, *callbacks], **options)
+
+
+def data_for(run: str, ranks: int, rows: int = 1, **options: Any) -> CausalLMDataModule:
+    """Two rows per rank and step, ``rows`` of them at once."""
+    sets = {"train": f"generated:{4 * ranks}", "val": f"generated:{ranks}", "test": f"generated:{ranks}"}
+    sizes = {"global_batch_size": 2 * ranks, "micro_batch_size": rows, "max_seq_length": 64, "num_workers": 0}
+    return CausalLMDataModule(**{**sets, **sizes, "seed": 3, "cache_dir": f"{run}/../cache", **options})
+
+
+def whole_run(
+    folder: str,
+    run: str,
+    strategy: dict[str, Any],
+    world: int = 1,
+    rows: int = 1,
+    model: dict[str, Any] | None = None,
+    saves: dict[str, Any] | None = None,
+    on: str = "sim",
+) -> dict[str, Any]:
+    """Two steps with validation, samples, averages and saves; on one rank resume from the first and test; see what."""
+    written: list[set[str]] = []
+    if on == "sim":
+        start(world)
+    if world > 1:  # what the other ranks would write is not there
+        store._write = lambda snapshot, _: written.append({t.device.type for t in snapshot.tensors.values()})
+
+    def fit(**options: Any) -> tuple[Trainer, Module]:
+        module = Module(name=folder, **(model or {}))
+        asked = [Samples(prompts=1, max_new_tokens=2), EMAWeights(decay=0.5)]
+        asked.append(Checkpoint(every_steps=1, keep_last=-1, **(saves or {})))
+        often = {"max_steps": 2, "val_check_interval": 4 // rows, "check_val_every_n_epoch": None}
+        trainer = trainer_for(run, world, strategy, asked, **often, **({} if on == "sim" else {"accelerator": on}))
+        trainer.fit(module, datamodule=data_for(run, world, rows), **options)
+        return trainer, module
+
+    with device.Device() if on == "sim" else contextlib.nullcontext():
+        trainer, module = fit()
+        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        if world == 1:
+            trainer, module = fit(ckpt_path=f"{run}/checkpoints/step-00000001")
+            resumed = {name: float(value) for name, value in trainer.callback_metrics.items()}
+            tested = trainer.test(module, datamodule=data_for(run, world, rows), verbose=False)
+    found = {"metrics": metrics, "races": device.RACES, "written": [sorted(kinds) for kinds in written]}
+    if world == 1:
+        saved = sorted(path.name for path in Path(run, "checkpoints").glob("step-????????"))
+        found |= {"resumed": resumed, "tested": tested[0], "saved": saved}
+    return found
+
+
+def waits(
+    folder: str,
+    run: str,
+    strategy: dict[str, Any],
+    world: int = 1,
+    model: dict[str, Any] | None = None,
+    packing: bool = False,
+) -> list[dict[str, int]]:
+    """What the host waits for in each of the two micro-batches of the third of four steps."""
+    start(world)
+    watch = Watch()
+    options = {"max_steps": 4, "limit_val_batches": 0, "enable_checkpointing": False}
+    trainer = trainer_for(run, world, strategy, [watch], **options)
+    with device.Device():
+        trainer.fit(
+            Module(name=folder, **(model or {})),
+            datamodule=data_for(run, world, train=f"generated:{32 * world}", packing=packing),
+        )
+    return watch.waits[4:6]
