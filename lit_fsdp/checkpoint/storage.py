@@ -250,9 +250,10 @@ def gather_whole(
             pass
 
 
-def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
+def whole_tensor(tensor: Any) -> torch.Tensor:
     """A tensor, gathered if it is a DTensor, on the device: NCCL has nothing for shards on the host; collective."""
-    return tensor.to(tensor.device_mesh.device_type).full_tensor() if isinstance(tensor, DTensor) else tensor
+    is_split = isinstance(tensor, DTensor)
+    return tensor.to(tensor.device_mesh.device_type).full_tensor() if is_split else tensor  # type: ignore[no-any-return]
 
 
 def make_room(tensors: Mapping[str, torch.Tensor]) -> None:

@@ -28,7 +28,6 @@ def run(folder: str, place: Path, job: str = "whole_run", **arguments: Any) -> A
 
 
 ALONE = {
-    "fsdp2": {"engine": "fsdp2"},
     "fsdp2, offloaded": {"engine": "fsdp2", "cpu_offload": True},
     "fsdp1": {"engine": "fsdp1"},
     "single": {"engine": "single"},
@@ -52,8 +51,8 @@ MANY: dict[str, dict[str, Any]] = {
         "model": LORA,
         "saves": {"async_save": False},
     },
-    "offloaded, saved beside": {"strategy": {"cpu_offload": True, "precision": "mixed"}, "rows": 2},
-    "hybrid": {"strategy": {**HYBRID, "precision": "mixed"}, "world": 4},
+    "hybrid, offloaded": {"strategy": {**HYBRID, "cpu_offload": True, "precision": "mixed"}, "world": 4, "rows": 2},
+    "whole, saved beside": {"strategy": {"state_dict": "full"}, "saves": {"async_save": True}, "rows": 2},
 }
 
 
@@ -62,7 +61,8 @@ def test_one_of_many_ranks_goes_all_the_way(case: dict[str, Any], folder: str, t
     found = run(folder, tmp_path, **{"world": 2, **case})
     assert found["races"] == []
     assert len(found["written"]) == 2
-    assert found["metrics"]["val_rows"] == 2 * case.get("world", 2)
+    assert min(found["written"]) > 20
+    assert found["metrics"]["val_rows"] == case.get("rows", 1) * case.get("world", 2)
     assert math.isfinite(found["metrics"]["val_loss"])
 
 
