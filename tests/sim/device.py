@@ -119,6 +119,7 @@ class Device(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self.pinned: set[int] = set()
         self.uses: dict[int, tuple[Stream, dict[Stream, int]]] = {}
         torch.Tensor.record_stream = lambda tensor, stream: self.record(tensor, stream)
 
@@ -130,9 +131,11 @@ class Device(TorchDispatchMode):
         target = None if kwargs.get("device") is None else torch.device(kwargs["device"]).type
         if not is_here and target != "sim":
             kwargs.pop("pin_memory", None)
-            if op._opname in ("is_pinned", "monitored_barrier_"):  # the second has gloo alone
-                return False
-            return args[0].clone() if op is aten._pin_memory.default else op(*args, **kwargs)
+            if op._opname in ("is_pinned", "monitored_barrier_"):  # gloo alone has the second
+                return args[0].untyped_storage()._cdata in self.pinned if op is aten.is_pinned.default else None
+            out = args[0].clone() if op is aten._pin_memory.default else op(*args, **kwargs)
+            self.pinned |= {out.untyped_storage()._cdata} if op is aten._pin_memory.default else set()
+            return out
         copies = op is aten._to_copy.default and (not is_here or target == "cpu")
         if copies or (op is aten.copy_.default and not (isinstance(args[0], Fake) and isinstance(args[1], Fake))):
             if not kwargs.get("non_blocking", args[2] if len(args) > 2 else False):
@@ -198,7 +201,7 @@ def _on_values(op: Any, args: Any, kwargs: Any) -> Any:
     args, kwargs = tree_map(_value, (args, kwargs))
     if kwargs.get("device") is not None:
         kwargs["device"] = torch.device("cpu")
-    if op.namespace not in ("c10d", "_c10d_functional") or op._opname == "wait_tensor":
+    if op.namespace != "c10d" and op._opname != "all_gather_into_tensor":
         return op(*args, **kwargs)
     out, *given = args
     match op._opname:
@@ -207,7 +210,7 @@ def _on_values(op: Any, args: Any, kwargs: Any) -> Any:
         case "allreduce_":
             _add_up(out, *given)
         case "_allgather_base_":
-            out.view(-1, given[0].numel()).copy_(given[0].reshape(1, -1))
+            out.view(-1, given[0].numel()).copy_(given[0].reshape(1, -1).clone())  # it may lie there
         case "_reduce_scatter_base_":
             out.view(-1).copy_(given[0].view(-1)[: out.numel()])
             _add_up([out], *given[1:])
