@@ -253,7 +253,7 @@ def gather_whole(
 def whole_tensor(tensor: Any) -> torch.Tensor:
     """A tensor, gathered if it is a DTensor, on the device: NCCL has nothing for shards on the host; collective."""
     is_split = isinstance(tensor, DTensor)
-    return tensor.to(tensor.device_mesh.device_type).full_tensor() if is_split else tensor  # type: ignore[no-any-return]
+    return tensor.to(tensor.device_mesh.device_type).full_tensor() if is_split else tensor
 
 
 def make_room(tensors: Mapping[str, torch.Tensor]) -> None:

@@ -25,11 +25,10 @@ aten = torch.ops.aten
 _INDEXED = (aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default)
 _DATA, _TOLIST, _STAGE = (torch.Tensor.data, torch.Tensor.tolist, StateDictStager._offload_tensor)  # torch's own
 _ANSWERS = {
-    **dict.fromkeys(("is_available", "is_initialized"), True),
-    **dict.fromkeys(("current_device", "max_memory_allocated", "max_memory_reserved"), 0),
-    **dict.fromkeys(("set_device", "manual_seed_all", "set_rng_state"), None),
-    **{"device_count": 1, "_is_in_bad_fork": False, "get_device_name": "Simulated"},
-    "get_amp_supported_dtype": [torch.bfloat16, torch.float16],
+    **dict.fromkeys("is_available is_initialized device_count".split(), 1),
+    **dict.fromkeys("current_device max_memory_allocated max_memory_reserved _is_in_bad_fork".split(), 0),
+    **dict.fromkeys("set_device manual_seed_all set_rng_state".split()),
+    **{"get_device_name": "Simulated", "get_amp_supported_dtype": [torch.bfloat16, torch.float16]},
     "get_rng_state": torch.zeros(16, dtype=torch.uint8),
 }
 _KEPT: list[Any] = []
@@ -45,8 +44,7 @@ class Stream:
         self.freed: list[tuple[Stream, int]] = []
 
     def begin(self) -> int:
-        """Count an operation, which comes after all that the host has waited for."""
-        self.ended |= HOST.ended
+        self.ended |= HOST.ended  # an operation comes after all that the host has waited for
         self.ended[self] += 1
         return self.ended[self]
 
@@ -55,9 +53,8 @@ class Stream:
 
     wait_event = wait_stream
 
-    def record_event(self, event: Stream | None = None) -> Stream:
-        event = event or Stream()
-        event.record(self)
+    def record_event(self) -> Stream:
+        Stream.record(event := Stream(), self)
         return event
 
     def record(self, stream: Stream | None = None) -> None:
@@ -67,17 +64,14 @@ class Stream:
         (stream or NOW[-1]).wait_stream(self)
 
     def synchronize(self) -> None:
-        """Let the host wait, unless it has waited for something later."""
-        if self.ended - HOST.ended:
+        if self.ended - HOST.ended:  # else the host has waited for something later
             note_wait("synchronize")
         HOST.ended |= self.ended
 
 
 HOST, NOW = Stream(), [Stream()]
-WAITS: Counter[str] = Counter()
-"""What made the host wait for the device, and where."""
-RACES: list[str] = []
-"""Memory that its stream gave away while another one was not done with it."""
+WAITS: Counter[str] = Counter()  # what made the host wait for the device, and where
+RACES: list[str] = []  # memory that its stream gave away while another one was not done with it
 
 
 def note_wait(what: str) -> None:
@@ -85,13 +79,10 @@ def note_wait(what: str) -> None:
     HOST.ended |= NOW[-1].ended
     folders = ("/lit_fsdp/", "/lightning/", "/fsdp/")
     frames = [frame for frame in traceback.extract_stack() if any(name in frame.filename for name in folders)]
-    lines = [f"{Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in frames[:-4:-1]]
-    WAITS[" < ".join([what, *lines])] += 1
+    WAITS[" < ".join([what, *(f"{Path(f.filename).name}:{f.lineno} {f.name}" for f in frames[:-4:-1])])] += 1
 
 
 class _Module(types.ModuleType):
-    """What torch asks of ``torch.sim``."""
-
     Stream = Event = Stream
     memory = types.SimpleNamespace(_record_memory_history=lambda *a, **k: None)
 
@@ -100,11 +91,8 @@ class _Module(types.ModuleType):
             raise AttributeError(name)
         return lambda *args, **kwargs: _ANSWERS[name]
 
-    def current_stream(self, *args: Any) -> Stream:
-        return NOW[-1]
-
-    def synchronize(self, *args: Any) -> None:
-        NOW[-1].synchronize()
+    current_stream = staticmethod(lambda *_: NOW[-1])
+    synchronize = staticmethod(lambda *_: NOW[-1].synchronize())
 
     @contextlib.contextmanager
     def stream(self, stream: Stream | None) -> Iterator[None]:
@@ -161,7 +149,6 @@ class Device(TorchDispatchMode):
         return out
 
     def wrap(self, value: Any) -> Any:
-        """A tensor of the device with these values; other things as they are."""
         if not isinstance(value, torch.Tensor):
             return value
         with self.fake:
@@ -183,8 +170,7 @@ class Device(TorchDispatchMode):
             self.uses.setdefault(storage._cdata, (now, {}))[1][now] = time
 
     def record(self, tensor: torch.Tensor, stream: Stream) -> None:
-        """Give memory back no sooner than a stream is done with it."""
-        if isinstance(tensor, Fake):
+        if isinstance(tensor, Fake):  # whose memory is given back no sooner than the stream is done with it
             self.uses[tensor.untyped_storage()._cdata][1].pop(stream, None)
 
     def _free(self, key: int) -> None:
@@ -215,9 +201,8 @@ def _on_values(op: Any, args: Any, kwargs: Any) -> Any:
             out.view(-1).copy_(given[0].view(-1)[: out.numel()])
             _add_up([out], *given[1:])
         case "allgather_" | "gather_":
-            for whole, part in zip(out, given[0], strict=True):
-                for one in whole:
-                    one.copy_(part)
+            for one in out[0]:
+                one.copy_(given[0][0])
         case "scatter_":
             out[0].copy_(given[0][0][0])
         case other if other not in ("broadcast_", "barrier"):
@@ -233,7 +218,7 @@ def _add_up(tensors: Any, group: Any, reduce: Any, *_: Any) -> None:
 def register() -> None:
     """Make the device known, with a backend of groups that has nothing for the host, as NCCL has not; once."""
     _setup_privateuseone_for_python_backend("sim", _Module("sim"))
-    torch.accelerator.synchronize = lambda *args: NOW[-1].synchronize()
+    torch.accelerator.synchronize = _Module.synchronize
     torch._C._set_only_lift_cpu_tensors(True)
     alike = FakeProcessGroup.Options()
     alike.simulate_uniform_ranks = True

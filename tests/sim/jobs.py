@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,19 +15,15 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchmetrics import SumMetric
 
 from lit_fsdp import CausalLMDataModule, CausalLMModule, Checkpoint, EMAWeights, Samples, fsdp_strategy
-from lit_fsdp.callbacks.progress import RunProgress
-from lit_fsdp.callbacks.records import RunRecord
-from lit_fsdp.callbacks.stop import StopOnSignal
-from lit_fsdp.callbacks.throughput import Throughput
+from lit_fsdp.callbacks import progress, records, stop, throughput
 from lit_fsdp.checkpoint import store
 from lit_fsdp.checkpoint.storage import gather_whole
+from lit_fsdp.parallel import fsdp2
 from lit_fsdp.signals import SignalFlags
 from tests.sim import device
 
 
 class SimAccelerator(Accelerator):
-    """What Lightning wants to know of the device."""
-
     setup_device = teardown = get_device_stats = lambda *_: {}
     parse_devices = staticmethod(range)
     get_parallel_devices = staticmethod(lambda devices: [torch.device("sim", 0) for _ in devices])
@@ -62,7 +57,6 @@ class Watch(Callback):
 
 
 def start(ranks: int) -> None:
-    """Be rank 0 of so many with a device each."""
     os.environ.update(RANK="0", LOCAL_RANK="0", NODE_RANK="0", WORLD_SIZE=str(ranks))
     device.register()
     dist.init_process_group("simccl", store=FakeStore(), rank=0, world_size=ranks)
@@ -72,7 +66,7 @@ def trainer_for(
     run: str, ranks: int, strategy: dict[str, Any], callbacks: Sequence[Callback], **options: Any
 ) -> Trainer:
     """A Trainer with what a recipe's run has."""
-    own = [StopOnSignal(SignalFlags()), RunRecord(), Throughput(), RunProgress()]
+    own = [stop.StopOnSignal(SignalFlags()), records.RunRecord(), throughput.Throughput(), progress.RunProgress()]
     defaults = {"accelerator": SimAccelerator(), "max_epochs": -1, "gradient_clip_val": 1.0, "num_sanity_val_steps": 0}
     quiet = {"inference_mode": False, "logger": False, "enable_model_summary": False, "use_distributed_sampler": False}
     options = {**defaults, **quiet, **options, "devices": ranks, "default_root_dir": run}
@@ -87,68 +81,50 @@ def data_for(run: str, ranks: int, rows: int = 1, **options: Any) -> CausalLMDat
 
 
 def whole_run(
-    folder: str,
-    run: str,
-    strategy: dict[str, Any],
-    world: int = 1,
-    rows: int = 1,
-    model: dict[str, Any] | None = None,
-    saves: dict[str, Any] | None = None,
-    on: str = "sim",
+    folder: str, run: str, strategy: dict[str, Any], world: int = 1, rows: int = 1, on: str = "sim", **options: Any
 ) -> dict[str, Any]:
     """Two steps with validation, samples, averages and saves; on one rank resume from the first and test; see what."""
-    written: list[set[str]] = []
+    written: list[int] = []
+
+    def write(snapshot: Any, _: Any) -> None:  # what the other ranks would write is not there
+        def take(found: Any) -> None:
+            written.append(len([*found]))
+
+        is_split = snapshot.layout == "full" and not snapshot.in_background
+        gather_whole(snapshot.tensors, snapshot.specs, take) if is_split else take(snapshot.tensors)
+
     if on == "sim":
         start(world)
+    store._write = write if world > 1 else store._write
 
-    def write(snapshot: Any, _: Any) -> None:
-        if snapshot.layout == "full" and not snapshot.in_background:
-            gather_whole(snapshot.tensors, snapshot.specs, lambda wholes: written.append({*dict(wholes)}))
-        else:
-            written.append(set(snapshot.tensors))
-
-    if world > 1:  # what the other ranks would write is not there
-        store._write = write
-
-    def fit(**options: Any) -> tuple[Trainer, Module]:
-        module = Module(name=folder, **(model or {}))
+    def fit(**resume: Any) -> tuple[Trainer, Module, dict[str, float]]:
+        module = Module(name=folder, **options.get("model", {}))
         asked = [Samples(prompts=1, max_new_tokens=2), EMAWeights(decay=0.5)]
-        asked.append(Checkpoint(every_steps=1, keep_last=-1, **(saves or {})))
+        asked.append(Checkpoint(every_steps=1, keep_last=-1, **options.get("saves", {})))
         often = {"max_steps": 2, "val_check_interval": 4 // rows, "check_val_every_n_epoch": None}
         trainer = trainer_for(run, world, strategy, asked, **often, **({} if on == "sim" else {"accelerator": on}))
-        trainer.fit(module, datamodule=data_for(run, world, rows), **options)
-        return trainer, module
+        trainer.fit(module, datamodule=data_for(run, world, rows), **resume)
+        return trainer, module, {name: float(value) for name, value in trainer.callback_metrics.items()}
 
     with device.Device() if on == "sim" else contextlib.nullcontext():
-        trainer, module = fit()
-        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        found: dict[str, Any] = {"metrics": fit()[2]}
         if world == 1:
-            trainer, module = fit(ckpt_path=f"{run}/checkpoints/step-00000001")
-            resumed = {name: float(value) for name, value in trainer.callback_metrics.items()}
-            tested = trainer.test(module, datamodule=data_for(run, world, rows), verbose=False)
-    found = {"metrics": metrics, "races": device.RACES, "written": [len(names) for names in written]}
-    if world == 1:
-        saved = sorted(path.name for path in Path(run, "checkpoints").glob("step-????????"))
-        found |= {"resumed": resumed, "tested": tested[0], "saved": saved}
-    return found
+            trainer, module, resumed = fit(ckpt_path=f"{run}/checkpoints/step-00000001")
+            tested = trainer.test(module, datamodule=data_for(run, world, rows), verbose=False)[0]
+            found |= {"resumed": resumed, "tested": tested}
+    return found | {"races": device.RACES, "written": written}
 
 
 def waits(
-    folder: str,
-    run: str,
-    strategy: dict[str, Any],
-    world: int = 1,
-    model: dict[str, Any] | None = None,
-    packing: bool = False,
-) -> list[dict[str, int]]:
+    folder: str, run: str, strategy: dict[str, Any], world: int = 1, shares_buffer: bool = False, **model: Any
+) -> dict[str, Any]:
     """What the host waits for in each of the two micro-batches of the third of four steps."""
     start(world)
+    if shares_buffer:  # as on a CPU
+        fsdp2.is_accelerator = lambda device: False
     watch = Watch()
     options = {"max_steps": 4, "limit_val_batches": 0, "enable_checkpointing": False}
-    trainer = trainer_for(run, world, strategy, [watch], **options)
     with device.Device():
-        trainer.fit(
-            Module(name=folder, **(model or {})),
-            datamodule=data_for(run, world, train=f"generated:{32 * world}", packing=packing),
-        )
-    return watch.waits[4:6]
+        data = data_for(run, world, train=f"generated:{8 * world}")
+        trainer_for(run, world, strategy, [watch], **options).fit(Module(name=folder, **model), datamodule=data)
+    return {"waits": watch.waits[4:6], "races": device.RACES}

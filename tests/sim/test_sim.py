@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +40,6 @@ def test_a_run_on_one_device_is_that_on_the_cpu(strategy: dict[str, Any], folder
     assert here.pop("races") == there.pop("races") == []
     for part in ("metrics", "resumed", "tested"):
         assert there[part] == pytest.approx(here[part], rel=1e-4)
-    assert there["saved"] == ["step-00000001", "step-00000002"]
     assert there["resumed"] == pytest.approx(there["metrics"], rel=1e-5)
 
 
@@ -60,15 +58,13 @@ MANY: dict[str, dict[str, Any]] = {
 def test_one_of_many_ranks_goes_all_the_way(case: dict[str, Any], folder: str, tmp_path: Path):
     found = run(folder, tmp_path, **{"world": 2, **case})
     assert found["races"] == []
-    assert len(found["written"]) == 2
-    assert min(found["written"]) > 20
+    assert [count > 20 for count in found["written"]] == [True, True]
     assert found["metrics"]["val_rows"] == case.get("rows", 1) * case.get("world", 2)
-    assert math.isfinite(found["metrics"]["val_loss"])
+    assert found["metrics"]["val_loss"] > 0
 
 
 WAITING = {
     "fsdp2": {"strategy": {"engine": "fsdp2", "precision": "mixed"}, "world": 2},
-    "fsdp2, adapters": {"strategy": {"engine": "fsdp2", "precision": "mixed"}, "world": 2, "model": LORA},
     "fsdp1": {"strategy": {"engine": "fsdp1"}},
     "single": {"strategy": {"engine": "single"}},
 }
@@ -76,7 +72,12 @@ WAITING = {
 
 @pytest.mark.parametrize("case", WAITING.values(), ids=WAITING)
 def test_the_host_waits_once_per_step(case: dict[str, Any], folder: str, tmp_path: Path):
-    inside, at_step = run(folder, tmp_path, "waits", **case)
-    assert inside == {}
-    assert [what.partition(" <")[0] for what in at_step] == ["tolist"]
-    assert list(at_step.values()) == [1]
+    found = run(folder, tmp_path, "waits", **case)
+    inside, at_step = found["waits"]
+    assert (found["races"], inside) == ([], {})
+    assert [(what.partition(" <")[0], count) for what, count in at_step.items()] == [("tolist", 1)]
+
+
+def test_memory_of_two_streams_is_noticed(folder: str, tmp_path: Path):
+    found = run(folder, tmp_path, "waits", strategy={"cpu_offload": True}, shares_buffer=True)
+    assert set(found["races"]) == {"memory of the compute stream"}
