@@ -30,7 +30,7 @@ def collate(samples: Sequence[Sample | None], pad_id: int) -> Batch:
 
     Returns:
         int64 ``input_ids``, ``attention_mask`` and ``labels`` (B, T), -100 where nothing is supervised, and ``counts``,
-        as :data:`~lit_fsdp.metrics.step_metrics.BATCH_COUNTS`.
+        as :data:`~lit_fsdp.metrics.step_metrics.BATCH_COUNTS`; ``num_targets``, the number of labels, as a plain one.
     """
     lengths = np.array([len(sample[0]) if sample else 1 for sample in samples])
     batch = _filled([[sample] if sample else [] for sample in samples], int(lengths.max()), pad_id)
