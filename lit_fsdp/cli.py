@@ -52,6 +52,7 @@ from lit_fsdp.errors import ConfigError, RefusedByLightning
 from lit_fsdp.host import follows_first_task, is_launched_by_lightning, is_requeued, wait_for_first
 from lit_fsdp.launch.launcher import adopt_step, check_launch
 from lit_fsdp.launch.ranks import RANKS
+from lit_fsdp.metrics.hardware import is_accelerator
 from lit_fsdp.models.build import check_attention
 from lit_fsdp.models.optimizers import optimizer_class
 from lit_fsdp.module import CausalLMModule
@@ -316,7 +317,7 @@ class RecipeCLI(LightningCLI):
         except BaseException as error:
             self.end_children()
             if subcommand == "fit" and is_out_of_memory(error) and hasattr(self, "_declared"):
-                kind = "cpu" if self.trainer.strategy.root_device.type == "cpu" else "gpu"
+                kind = "gpu" if is_accelerator(self.trainer.strategy.root_device) else "cpu"
                 error.add_note(advice(self._declared, folder / "recipe.yaml", kind, self.line.allow_imports))
             if isinstance(error, _REFUSALS) and not isinstance(error, ConfigError) and _is_lightnings(error):
                 raise RefusedByLightning(error) from error

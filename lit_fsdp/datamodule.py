@@ -28,6 +28,7 @@ from lit_fsdp.data.stream import SampleStream, StreamLoader, prepare_samples
 from lit_fsdp.data.workers import load
 from lit_fsdp.errors import ConfigError, DataError, require
 from lit_fsdp.host import is_first_process
+from lit_fsdp.metrics.hardware import is_accelerator
 from lit_fsdp.models.tokenizers import pad_id
 
 _log = logging.getLogger(__name__)
@@ -241,7 +242,7 @@ class CausalLMDataModule(LightningDataModule):
         if self._stream is None:
             trainer, config, pad = self._trainer(), self.config, self._pad_id()
             stream = SampleStream(config, self._encoder(), self._order_seed())
-            pin = trainer.strategy.root_device.type == "cuda"
+            pin = is_accelerator(trainer.strategy.root_device)
             self._stream = StreamLoader(stream, trainer.global_rank, trainer.world_size, pad, config, pin)
             self._stream.begin = lambda: (int(trainer.global_step), self._position)
         return self._stream
@@ -257,7 +258,7 @@ class CausalLMDataModule(LightningDataModule):
 
     def _loader(self, split: str, indices: Callable[[], Iterator[list[int]]], length: int) -> BatchLoader:
         batches = SampleBatches(self._split(split), self._pad_id())
-        pin_memory = self._trainer().strategy.root_device.type == "cuda"
+        pin_memory = is_accelerator(self._trainer().strategy.root_device)
         return BatchLoader(lambda: load(batches, self.config.num_workers, pin_memory, indices()), length)
 
     def _split(self, name: str) -> Samples:

@@ -28,6 +28,8 @@ from lit_fsdp.checkpoint.store import load_weights
 from lit_fsdp.config.model import ModelConfig, OptimConfig, schedule_factor
 from lit_fsdp.config.parser import build
 from lit_fsdp.errors import ConfigError, require
+from lit_fsdp.metrics.hardware import to_device
+from lit_fsdp.metrics.hardware import is_accelerator
 from lit_fsdp.metrics.step_metrics import STEP_COUNTS, SumMetric, batch_counts, eval_means, step_metrics
 from lit_fsdp.models.base import check_base, describe_base
 from lit_fsdp.models.build import (
@@ -128,7 +130,7 @@ class CausalLMModule(LightningModule):
         strategy: Any = self._trainer.strategy if self._trainer else None  # None under load_weights
         check_attention(self.config.attn_implementation, strategy.root_device.type if strategy else "cpu")
         model: Any = self.build().model
-        if isinstance(strategy, EngineStrategy) and strategy.root_device.type == "cuda" and self.global_rank == 0:
+        if isinstance(strategy, EngineStrategy) and is_accelerator(strategy.root_device) and self.global_rank == 0:
             compute = strategy.config.precision_config.row.compute
             words = attention_words(self.attn_implementation, self.config.attn_implementation, compute)
             _log.info("attention: %s", words)
@@ -188,8 +190,7 @@ class CausalLMModule(LightningModule):
         """
         window = self._window  # None: a subclass has a training step of its own, for which Lightning's mean holds
         counts = torch.zeros(len(STEP_COUNTS), dtype=torch.float64, device=self.device) if window is None else window
-        votes = torch.tensor(self.stop_votes, dtype=torch.float64, device=counts.device)
-        totals = torch.cat([counts, votes])
+        totals = torch.cat([counts, to_device(self.stop_votes, torch.float64, counts.device)])
         if dist.is_available() and dist.is_initialized():
             dist.all_reduce(totals)
         self.step_totals, self._window = totals, None
@@ -197,8 +198,10 @@ class CausalLMModule(LightningModule):
             undo = self.trainer.world_size * self.trainer.accumulate_grad_batches * self._loss_divisor
             scale_grads(optimizer, (undo / totals[self._divided_by].clamp(min=1)).to(torch.float32))
             for name, value in self._step_metrics(totals).items():
-                self.log(name, value, prog_bar=name == "train_loss")
-        self.log("lr", optimizer.param_groups[0]["lr"])
+                # our progress bar asks for what was logged, others are given numbers, for which the host waits
+                is_shown = not getattr(self.trainer.progress_bar_callback, "asks", False)
+                self.log(name, value, prog_bar=is_shown and name == "train_loss")
+        self.log("lr", torch.tensor(optimizer.param_groups[0]["lr"]))  # a number would be brought to the device
 
     def _step_metrics(self, totals: torch.Tensor) -> dict[str, torch.Tensor]:
         return step_metrics(totals)

@@ -21,6 +21,7 @@ from lit_fsdp.checkpoint.run_lock import RunLock
 from lit_fsdp.config.parser import build
 from lit_fsdp.config.run import CheckpointConfig
 from lit_fsdp.errors import CheckpointError, require
+from lit_fsdp.metrics.hardware import is_accelerator
 from lit_fsdp.parallel.base import EngineStrategy
 from lit_fsdp.parallel.units import clean_name
 from lit_fsdp.redaction import redact_values
@@ -70,7 +71,7 @@ class Checkpoint(ModelCheckpoint):
             Ranks().first("locking the run folder", lambda: self._take(root))
             if len(set(Ranks().run("looking for the last checkpoint", lambda: self.resumes))) > 1:
                 raise CheckpointError(f"{root}: some ranks see a checkpoint there and some do not yet; start again")
-            is_wanted = self.config.in_background(strategy.root_device.type == "cuda", strategy.config.offloads)
+            is_wanted = self.config.in_background(is_accelerator(strategy.root_device), strategy.config.offloads)
             self._background = strategy.open_background() if is_wanted else None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -21,6 +21,7 @@ from lit_fsdp.callbacks.records import gathered, write_json
 from lit_fsdp.checkpoint.ranks import Ranks
 from lit_fsdp.errors import CheckpointError, ConfigError
 from lit_fsdp.host import cache_root
+from lit_fsdp.metrics.hardware import device_name, is_accelerator
 from lit_fsdp.models.packing import measure_isolation
 from lit_fsdp.models.preference import evaluating
 from lit_fsdp.parallel.base import EngineStrategy
@@ -137,7 +138,7 @@ def _remembered_at(strategy: Any, module: Any) -> Path:
         module.source.hf_config.to_json_string(use_diff=False),
         module.attn_implementation,
         strategy.config.precision_config.mode,
-        torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        device_name(device),
         *(torch.__version__, transformers.__version__, lit_fsdp.__version__),
     ]
     return cache_root() / "isolation" / f"{hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]}.json"
@@ -156,6 +157,8 @@ def run_aside(strategy: Any, module: Any, method: str, *args: Any) -> Any:
 def untouched(strategy: Any, module: torch.nn.Module) -> Iterator[None]:
     """Eval mode inside; afterwards random generators, modes and the counts of ``dtypes.json`` are as before."""
     counted = {what: dict(found) for what, found in strategy.contract.realized.items()}
-    with evaluating(module), isolate_rng(include_cuda=strategy.root_device.type == "cuda"):
+    device = strategy.root_device
+    own = torch.random.fork_rng([device] if is_accelerator(device) else [], device_type=device.type)
+    with evaluating(module), isolate_rng(include_cuda=False), own:
         yield
     strategy.contract.realized = counted

@@ -12,6 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.profiler import profile, record_function, schedule
 
 from lit_fsdp.callbacks.records import gathered
+from lit_fsdp.metrics.hardware import is_accelerator
 from lit_fsdp.metrics.trace import PREFIX, WARMUP_STEPS, trace_record
 
 _TOP = 8
@@ -59,8 +60,9 @@ class ProfileWindow(Callback):
         self._begin(None)
         if trainer.global_step != self._seen_step:
             self._seen_step, self._done = trainer.global_step, self._done + 1
-            if trainer.strategy.root_device.type == "cuda" and self._done in (WARMUP_STEPS, WARMUP_STEPS + self.steps):
-                torch.cuda.synchronize()  # the window begins and ends with an idle device
+            device = trainer.strategy.root_device
+            if is_accelerator(device) and self._done in (WARMUP_STEPS, WARMUP_STEPS + self.steps):
+                torch.get_device_module(device).synchronize()  # the window begins and ends with an idle device
             self._profile.step()
             if self._done == WARMUP_STEPS + self.steps:
                 self.records = gathered(trainer, self._record(self.folder / f"rank-{trainer.global_rank}.json"))

@@ -29,6 +29,9 @@ class RunProgress(ProgressBar):
     also while a step or a validation takes longer than that.
     """
 
+    asks = True
+    """For the module, which gives other bars their numbers in every step."""
+
     def __init__(self) -> None:
         super().__init__()
         self._bar: Progress | None = None

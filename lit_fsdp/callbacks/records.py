@@ -16,7 +16,7 @@ from lit_fsdp.checkpoint.files import replace_bytes
 from lit_fsdp.checkpoint.ranks import Ranks
 from lit_fsdp.checkpoint.storage import versions
 from lit_fsdp.config.parser import changed_values
-from lit_fsdp.metrics.hardware import peak_device_bytes, peak_host_bytes, reset_peak_host_bytes
+from lit_fsdp.metrics.hardware import is_accelerator, peak_device_bytes, peak_host_bytes, reset_peak_host_bytes
 from lit_fsdp.parallel.base import EngineStrategy
 from lit_fsdp.redaction import redact_values
 from lit_fsdp.report.data import data_table
@@ -47,18 +47,21 @@ class RunRecord(Callback):
         """Note the memory before the model is built."""
         reset_peak_host_bytes()  # converting a model or tokenizing may have needed more
         self._before_bytes = peak_host_bytes()
-        if stage == "fit" and trainer.strategy.root_device.type == "cuda":
+        device = trainer.strategy.root_device
+        if stage == "fit" and is_accelerator(device):
             # who made what is there: about 2 us per allocation (docstring of the function), and no history that grows
-            torch.cuda.memory._record_memory_history("state", context="state", stacks="python")
+            record = torch.get_device_module(device).memory._record_memory_history
+            record("state", context="state", stacks="python")
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Write down what fills a GPU that is out of memory, before the Trainer clears it."""
-        if not isinstance(exception, torch.OutOfMemoryError) or trainer.strategy.root_device.type != "cuda":
+        device = trainer.strategy.root_device
+        if not isinstance(exception, torch.OutOfMemoryError) or not is_accelerator(device):
             return
         path = Path(trainer.default_root_dir) / "debug" / f"rank-{trainer.global_rank}.memory.pickle"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            torch.cuda.memory._dump_snapshot(str(path))
+            torch.get_device_module(device).memory._dump_snapshot(str(path))
             exception.add_note(f"what was allocated, and by which lines: {path}, for pytorch.org/memory_viz")
         except OSError as error:
             exception.add_note(f"what was allocated could not be written down: {error}")
@@ -104,7 +107,7 @@ class RunRecord(Callback):
         if not isinstance(trainer.strategy, EngineStrategy):
             return
         device = trainer.strategy.root_device
-        before = self._before_bytes if device.type == "cpu" else 0
+        before = 0 if is_accelerator(device) else self._before_bytes
         ranks = gathered(trainer, peak_device_bytes(device) - before)
         if trainer.is_global_zero:
             add_to_audit(Path(trainer.default_root_dir), {"measured_peak_bytes_per_rank": ranks})

@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 
 from lit_fsdp.callbacks.checkpoint import Checkpoint
+from lit_fsdp.metrics.hardware import is_accelerator
 from lit_fsdp.signals import EXIT_INTERRUPTED, EXIT_STOPPED, SignalFlags
 
 
@@ -36,7 +37,7 @@ class StopOnSignal(Callback):
 
     def __init__(self, flags: SignalFlags) -> None:
         self.flags = flags
-        self._pending: tuple[torch.Tensor, torch.cuda.Event] | None = None
+        self._pending: tuple[torch.Tensor, torch.Event] | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Keep Lightning's handlers out, its broadcast of a flag before every batch, and its requeue."""
@@ -65,8 +66,8 @@ class StopOnSignal(Callback):
         self._seen_step = trainer.global_step
         totals = getattr(pl_module, "step_totals", None)
         votes = self._vote_now(trainer) if totals is None else totals[-2:]
-        if votes.is_cuda:  # those of the step before, on every rank: the host never waits for the device
-            before, event = self._pending, torch.cuda.Event()
+        if is_accelerator(votes.device):  # those of the step before, on every rank: the host never waits for the device
+            before, event = self._pending, torch.get_device_module(votes.device).Event()
             self._pending = votes.to("cpu", non_blocking=True), event
             event.record()
             if before is None:

@@ -12,7 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lit_fsdp.host import GIB
 from lit_fsdp.metrics.flops import ModelFlops, flop_formula
-from lit_fsdp.metrics.hardware import peak_device_bytes, peak_flops, peak_reserved_bytes
+from lit_fsdp.metrics.hardware import device_name, peak_device_bytes, peak_flops, peak_reserved_bytes
 from lit_fsdp.metrics.step_metrics import step_counts
 from lit_fsdp.parallel.activation import recomputes
 from lit_fsdp.parallel.base import EngineStrategy
@@ -115,7 +115,7 @@ class Throughput(Callback):
         blocks: dict[str, Any] = {name: live.get(f"model.{name}") for name in self._formula.blocks}
         self._words = {name: recomputes(getattr(block, "module", block)) for name, block in blocks.items() if block}
         self._ranks, device, multiplies = trainer.world_size, trainer.strategy.root_device, _multiplies(trainer)
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
+        name = device_name(device)
         self._peak = peak_flops(name, multiplies)
         return "" if self._peak else f"MFU –: no peak rate is known for {multiplies} on {name}"
 

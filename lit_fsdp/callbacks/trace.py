@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch.distributed.tensor import DTensor
 
+from lit_fsdp.checkpoint.storage import whole_tensor
 from lit_fsdp.config.strategy import LIGHTNING_PRECISION, PrecisionConfig
 from lit_fsdp.parallel.units import clean_name
 from lit_fsdp.parity.trace import Trace
@@ -45,8 +45,7 @@ class StepTrace(Callback):
     def _note(self, trainer: Trainer, module: LightningModule, loss: Any) -> None:
         trained = {clean_name(name) for name, param in module.named_parameters() if param.requires_grad}
         state = trainer.strategy.lightning_module_state_dict()
-        here = ((name, state[name].to(trainer.strategy.root_device)) for name in sorted(trained & state.keys()))
-        whole = ((name, w.full_tensor() if isinstance(w, DTensor) else w) for name, w in here)  # on all ranks together
+        whole = ((name, whole_tensor(state[name])) for name in sorted(trained & state.keys()))  # on all ranks together
         norm = getattr(trainer.precision_plugin, "last_grad_norm", None)
         loss, norm = (None if value is None else float(value) for value in (loss, norm))
         self.trace.add(loss, norm, whole)

@@ -241,7 +241,7 @@ def gather_whole(
     rest is gathered and dropped.
     """
     named = ((name, tensors[name]) for name in file_order(specs) if name in tensors)
-    wholes = ((name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor) for name, tensor in named)
+    wholes = ((name, whole_tensor(tensor)) for name, tensor in named)
     try:
         if take is not None:
             take(wholes)
@@ -250,11 +250,17 @@ def gather_whole(
             pass
 
 
+def whole_tensor(tensor: Any) -> torch.Tensor:
+    """A tensor, gathered if it is a DTensor, on the device: NCCL has nothing for shards on the host; collective."""
+    is_split = isinstance(tensor, DTensor)
+    return tensor.to(tensor.device_mesh.device_type).full_tensor() if is_split else tensor
+
+
 def make_room(tensors: Mapping[str, torch.Tensor]) -> None:
     """Fail now, before other ranks wait for this one in :func:`gather_whole`, where the largest tensor has no room."""
     largest = max((t for t in tensors.values() if isinstance(t, DTensor)), key=lambda t: t.nbytes, default=None)
     if largest is not None:
-        torch.empty(largest.nbytes, dtype=torch.uint8, device=largest.device)  # and given back at once
+        torch.empty(largest.nbytes, dtype=torch.uint8, device=largest.device_mesh.device_type)  # and given back at once
 
 
 def parts_of(

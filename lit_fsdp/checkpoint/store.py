@@ -41,6 +41,7 @@ from lit_fsdp.checkpoint.storage import (
 )
 from lit_fsdp.checkpoint.verify import describe, verify
 from lit_fsdp.errors import CheckpointError
+from lit_fsdp.metrics.hardware import is_accelerator
 
 _log = logging.getLogger(__name__)
 # One process without a process group is no surprise here. Set once: the filters are shared by all threads.
@@ -143,14 +144,14 @@ def _digest(value: object) -> bytes:
 class BackgroundSaver:
     """Writes checkpoints in a thread, one at a time; the threads of all ranks have a ``group`` of their own.
 
-    Copies off a CUDA device go to pinned memory.
+    Copies off an accelerator go to pinned memory.
     """
 
     def __init__(self, device: torch.device, group: dist.ProcessGroup | None) -> None:
         self._writers = Ranks(group)
-        is_cuda = device.type == "cuda"
+        pins = is_accelerator(device)
         options = StagingOptions(
-            use_pinned_memory=is_cuda, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=is_cuda
+            use_pinned_memory=pins, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=pins
         )
         self._stager = DefaultStager(options)  # keeps its host memory from one save to the next
         self._pool = futures.ThreadPoolExecutor(1, "checkpoint-save")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,11 +69,27 @@ def reset_peak_host_bytes() -> None:
         Path("/proc/self/clear_refs").write_text("5")
 
 
+def is_accelerator(device: torch.device | str) -> bool:
+    """Whether a device, or a type of device, is anything but the CPU: ``torch.get_device_module`` has what it can."""
+    return torch.device(device).type != "cpu"
+
+
+def to_device(numbers: Sequence[float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Numbers of the host as a tensor on a device, for which the host does not wait."""
+    found = torch.tensor(numbers, dtype=dtype)
+    return found.pin_memory().to(device, non_blocking=True) if is_accelerator(device) else found
+
+
+def device_name(device: torch.device) -> str:
+    """What a device calls itself, or ``CPU``."""
+    return torch.get_device_module(device).get_device_name(device) if is_accelerator(device) else "CPU"
+
+
 def peak_device_bytes(device: torch.device) -> int:
-    """Largest allocation on a CUDA device so far in bytes, or the peak of the host's memory on CPU."""
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_host_bytes()
+    """Largest allocation on an accelerator so far in bytes, or the peak of the host's memory on CPU."""
+    return torch.get_device_module(device).max_memory_allocated(device) if is_accelerator(device) else peak_host_bytes()
 
 
 def peak_reserved_bytes(device: torch.device) -> int | None:
-    """Largest memory that torch's allocator has held on a CUDA device so far, in bytes; None on CPU."""
-    return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else None
+    """Largest memory that torch's allocator has held on an accelerator so far, in bytes; None on CPU."""
+    return torch.get_device_module(device).max_memory_reserved(device) if is_accelerator(device) else None

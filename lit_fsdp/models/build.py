@@ -78,7 +78,8 @@ def check_attention(attn_implementation: str | None, device_type: str) -> None:
 
 def attention_words(chosen: str, named: str | None, computes_in: str) -> str:
     """What attends on this GPU, and why; of torch's own kernels each call takes the first that can have its mask."""
-    has_flash = computes_in != "fp32" and torch.cuda.get_device_capability()[0] >= _FLASH_MAJOR
+    is_new = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= _FLASH_MAJOR
+    has_flash = computes_in != "fp32" and is_new
     without = "memory-efficient: flash takes bf16 or fp16, on Ampere or newer"
     kernels = "flash without a mask, memory-efficient or cuDNN's with one" if has_flash else without
     of_torch = f" (torch's kernels: {kernels})" if chosen == "sdpa" else ""

@@ -25,6 +25,8 @@ from lit_fsdp.errors import require
 
 IGNORED = -100
 """Label of a token that is not supervised, as in ``torch.nn.functional.cross_entropy``."""
+NUM_TARGETS = "num_targets"
+"""In a batch, as a plain number: how many labels are supervised. Where it is not known the device is waited for."""
 CHUNK_BYTES = 96 * 2**20
 """What the fp32 logits of a chunk take by default."""
 _log = logging.getLogger(__name__)
@@ -174,6 +176,15 @@ def next_targets(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
     return targets_BT
 
 
+def target_positions(targets_BT: torch.Tensor, num: int | None = None) -> torch.Tensor:
+    """Where the flattened targets are supervised, int64 (N,); ``num`` of them, if that is known."""
+    is_target = (targets_BT != IGNORED).flatten()
+    if num is None:
+        return is_target.nonzero().squeeze(1)
+    torch._assert_async(is_target.sum() == num, f"labels changed since the batch was made: drop its {NUM_TARGETS}")
+    return torch.nonzero_static(is_target, size=num).squeeze(1)
+
+
 def token_losses(
     model: nn.Module,
     batch: Mapping[str, torch.Tensor],
@@ -186,12 +197,12 @@ def token_losses(
     That is the same of every target, (N,), and whether its most likely token was right, (N,): of Liger the sum and
     NaN; and the router's loss, which has a graph again.
     """
-    inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
-    supervised_BT = targets_BT != IGNORED
-    targets_N = targets_BT[supervised_BT]
+    inputs = {name: tensor for name, tensor in batch.items() if name not in ("labels", NUM_TARGETS)}
+    positions_N = target_positions(targets_BT, batch.get(NUM_TARGETS))  # type: ignore[arg-type]  # the one number
+    targets_N = targets_BT.flatten()[positions_N]
     if plan.backend == "plain":
         out = model(**inputs)
-        _, nll_N, correct_N = _scores(_wide(out.logits[supervised_BT]), targets_N)
+        _, nll_N, correct_N = _scores(_wide(out.logits.flatten(0, 1)[positions_N]), targets_N)
         return nll_N, nll_N.detach(), correct_N, _router_loss(model, out)
     owner: Any = owner_of_head(model)
     head = _head_of(owner)
@@ -199,7 +210,7 @@ def token_losses(
     found: list[Sequence[torch.Tensor]] = []
 
     def loss_forward(hidden_BTD: torch.Tensor) -> torch.Tensor:
-        hidden_ND = hidden_BTD[supervised_BT]
+        hidden_ND = hidden_BTD.flatten(0, 1).index_select(0, positions_N)
         rows = plan.chunk_tokens or chunk_rows(owner.config.get_text_config().vocab_size, hidden_ND.shape[1])
         trained = _trained(head)
         if not torch.is_grad_enabled() or not (hidden_ND.requires_grad or trained) or each:

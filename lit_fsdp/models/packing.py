@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from lit_fsdp.models.loss import owner_of_head
+from lit_fsdp.models.loss import NUM_TARGETS, owner_of_head
 
-INPUTS = ("input_ids", "attention_mask", "labels", "position_ids")  # what a model, or its loss, may get of a batch
+# what a model, or its loss, may get of a batch
+INPUTS = ("input_ids", "attention_mask", "labels", "position_ids", NUM_TARGETS)
 
 
 def model_inputs(batch: Mapping[str, Any], attn_implementation: str) -> dict[str, Any]:
@@ -30,14 +31,18 @@ def model_inputs(batch: Mapping[str, Any], attn_implementation: str) -> dict[str
     if "cu_seq_lens" not in batch or not attn_implementation.startswith("flash_attention"):
         return inputs
     borders, longest = batch["cu_seq_lens"], int(batch["longest"])
-    flat = {name: value.reshape(1, -1) for name, value in inputs.items()}
+    flat = {name: value.reshape(1, -1) if torch.is_tensor(value) else value for name, value in inputs.items()}
     lengths = {"max_length_q": longest, "max_length_k": longest}
     return {**flat, "cu_seq_lens_q": borders, "cu_seq_lens_k": borders, **lengths}
 
 
 def last_hidden_states(model: nn.Module, batch: Mapping[str, Any], attn_implementation: str) -> torch.Tensor:
     """What the head of the model, which is called as a whole, sees, (B, T, D), without a graph."""
-    inputs = {name: value for name, value in model_inputs(batch, attn_implementation).items() if name != "labels"}
+    inputs = {
+        name: value
+        for name, value in model_inputs(batch, attn_implementation).items()
+        if name not in ("labels", NUM_TARGETS)
+    }
     owner: Any = owner_of_head(model)
     seen: list[torch.Tensor] = []
     handle = owner.get_output_embeddings().register_forward_pre_hook(lambda head, args: seen.append(args[0]))

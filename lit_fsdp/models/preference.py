@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from lit_fsdp.config.model import PreferenceConfig
-from lit_fsdp.models.loss import IGNORED, LossPlan, TokenLoss, by_position, next_targets, token_losses
+from lit_fsdp.models.loss import IGNORED, NUM_TARGETS, LossPlan, TokenLoss, by_position, next_targets, token_losses
 
 PAIR_COUNTS = (
     *("pairs", "loss", "rewards/chosen", "rewards/rejected", "rewards/accuracies", "logps/chosen", "logps/rejected"),
@@ -53,6 +53,7 @@ def preference_forward(
     is_pair_P = (completion_BT != IGNORED).any(dim=1).view(2, -1).all(dim=0)
     targets_BT = completion_BT
     if config.loss == "orpo":  # its likelihood is of prompt and answer
+        batch = {name: value for name, value in batch.items() if name != NUM_TARGETS}  # of other targets
         mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
         every_BT = next_targets({"labels": batch["input_ids"].masked_fill(~mask, IGNORED)})
         targets_BT = torch.cat([every_BT.chunk(2)[0], completion_BT.chunk(2)[1]])

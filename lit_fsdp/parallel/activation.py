@@ -57,7 +57,7 @@ def prepare_blocks(blocks: Iterable[nn.Module], config: ActivationConfig, compil
             forward = torch.compile(forward, backend=backend)
         if config.offload_activations:
             # pinned copies lose the strides that compiled code counts on
-            pin_memory = torch.cuda.is_available() and backend is None
+            pin_memory = torch.accelerator.is_available() and backend is None
             forward, words = _offloaded(block, forward, pin_memory), f"{what}, offloaded"
         if forward is not original:
             forward._activations, forward._original = words, original

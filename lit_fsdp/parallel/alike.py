@@ -13,6 +13,7 @@ from torch import nn
 
 from lit_fsdp.checkpoint.ranks import Ranks
 from lit_fsdp.errors import ConfigError
+from lit_fsdp.metrics.hardware import is_accelerator
 from lit_fsdp.parallel.units import clean_name
 
 _log = logging.getLogger(__name__)
@@ -85,14 +86,14 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(one) for one in value]
     if isinstance(value, torch.Tensor):  # one on an accelerator would be waited for in every step
-        return value.tolist() if value.device.type == "cpu" else "a tensor"
+        return "a tensor" if is_accelerator(value.device) else value.tolist()
     return value if isinstance(value, bool | int | float | str | None) else type(value).__name__
 
 
-def marks(optimizer: Any) -> torch.Tensor:
+def marks(optimizer: Any) -> list[int]:
     """A short hash of the options of an optimizer and its square: their sums over ranks tell whether all are equal."""
     mark = int(_digest(options_of([optimizer]))[:4], 16)
-    return torch.tensor([mark, mark**2], dtype=torch.float64)
+    return [mark, mark**2]
 
 
 def are_alike(mark: float, square: float, ranks: int) -> bool:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.data import sized_len
+from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.trainer.states import TrainerStatus
 from torch import nn
@@ -27,6 +28,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrize import is_parametrized
 from torch.utils.data import DataLoader
+from torchmetrics import Metric
 
 from lit_fsdp.checkpoint.ranks import Ranks
 from lit_fsdp.config.strategy import (
@@ -40,6 +42,7 @@ from lit_fsdp.config.strategy import (
 from lit_fsdp.data.batches import Resumable
 from lit_fsdp.errors import ConfigError, ContractError, require
 from lit_fsdp.host import FIRST, end_with_first, threads_of_rank
+from lit_fsdp.metrics.hardware import is_accelerator, to_device
 from lit_fsdp.parallel.activation import prepare_blocks, recompute_by_unit, resolve_gradient_checkpointing
 from lit_fsdp.parallel.alike import check_alike, ending_together, kinds_of, options_of, tensors_of
 from lit_fsdp.parallel.checkpointing import Checkpoints, check_packed_state
@@ -288,7 +291,7 @@ class EngineStrategy(Checkpoints):
         is_endless = sized_len(loader) is None
         field = f"{trainer.state.stage.dataloader_prefix}_dataloader"
         check_alike("looking for lengths", {field: "no length" if is_endless else "a length"})
-        if is_endless and self._host_group is None and self.root_device.type != "cpu":
+        if is_endless and self._host_group is None and is_accelerator(self.root_device):
             self._host_group = self.meet_on_hosts()
         device = self.root_device if self._host_group is None else torch.device("cpu")
         return ending_together(loader, self._host_group, device) if is_endless else loader
@@ -310,6 +313,7 @@ class EngineStrategy(Checkpoints):
             else:
                 self._setup_module(module, is_ours)
             self._owner = module
+        self._to_device(module)
         self.reshard()
         self.model = self._root
         self.barrier()  # type: ignore[attr-defined]
@@ -361,7 +365,6 @@ class EngineStrategy(Checkpoints):
                 self._watch_unit(unit, owners, "fp32" if unit in fp32 else config.precision_config.row.compute)
         if not is_ours:  # which is given token ids
             self._cast_for_layers(module, plan)
-        self._to_device(module)
         if chosen := config.precision_config.buffer_dtype:  # as rotary frequencies lose positions in bf16
             for buffer in (buffer for buffer in module.buffers() if buffer.is_floating_point()):
                 buffer.data = buffer.data.to(TORCH_DTYPES[chosen])
@@ -409,14 +412,19 @@ class EngineStrategy(Checkpoints):
         return plan
 
     def _to_device(self, module: nn.Module) -> None:
-        """Move what is there already; offloaded shards stay on the host."""
+        """Move what is there, also after a fit, at whose end Lightning moves it back; offloaded shards stay behind."""
         if not self.config.offloads:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)
                 module.to(self.root_device)
             return
-        for buffer in [*module.buffers(), *self.replicated]:
-            buffer.data = buffer.data.to(self.root_device)
+        for tensor in [*module.buffers(), *self.replicated]:
+            tensor.data = tensor.data.to(self.root_device)
+        for child in module.modules():
+            if isinstance(child, _DeviceDtypeModuleMixin):
+                child._device = self.root_device  # where its steps find their inputs
+            elif isinstance(child, Metric):
+                child._apply(lambda t: t if isinstance(t, nn.Parameter) else t.to(self.root_device))
 
     def _broadcast(self, module: nn.Module) -> None:
         """Move what is already loaded to the device and make it rank 0's, one unit at a time."""
@@ -512,16 +520,14 @@ class EngineStrategy(Checkpoints):
 
         unit.register_forward_pre_hook(hook)
 
-    def used_params(self, optimizer: Any) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """The parameters of an optimizer, and a number for each that is 0 where no rank has a gradient; collective."""
+    def used_params(self, optimizer: Any) -> tuple[list[torch.Tensor | None], torch.Tensor]:
+        """The parameters, None for those of others, and for each 0 where no rank has a gradient; collective."""
         if not self.config.is_sharded:  # engines put zeros there, and the optimizer would decay the parameter
-            return [], torch.empty(0)
+            return [], torch.empty(0, device=self.root_device)
         held = {id(p): p for group in optimizer.param_groups for p in group["params"]}
         # in an order that all ranks share, whatever their optimizers hold
         params = [held.get(key) for key in self._names]
-        found = self._on_any_rank([p is not None and self._has_grad(p) for p in params])
-        rows = [row for row, p in enumerate(params) if p is not None]
-        return [p for p in params if p is not None], found[rows]
+        return params, self._on_any_rank([p is not None and self._has_grad(p) for p in params])
 
     def have_gradients(self, params: list[torch.Tensor]) -> list[bool]:
         """Which of these parameters would have a gradient in one process; collective."""
@@ -532,7 +538,7 @@ class EngineStrategy(Checkpoints):
         return self._names[id(param)] in self._used or (param.grad is not None and bool(_local(param.grad).any()))
 
     def _on_any_rank(self, flags: list[bool]) -> torch.Tensor:
-        found = torch.tensor(flags, dtype=torch.uint8, device=self.root_device)
+        found = to_device(flags, torch.uint8, self.root_device)
         if self.world_size > 1:
             dist.all_reduce(found, op=dist.ReduceOp.MAX)
         return found

@@ -30,6 +30,7 @@ from lit_fsdp.checkpoint.store import BackgroundSaver
 from lit_fsdp.checkpoint.verify import sound_checkpoint
 from lit_fsdp.config.strategy import StrategyConfig
 from lit_fsdp.errors import CheckpointError, require
+from lit_fsdp.metrics.hardware import is_accelerator
 from lit_fsdp.models.optimizers import is_packed
 from lit_fsdp.parallel.precision import DtypeContract, moments
 
@@ -384,14 +385,15 @@ class Checkpoints:
         saved, self._rng_after_load = self._rng_after_load, None
         if saved is not None:
             _set_rng_states(saved)
-            if self.root_device.type == "cuda" and "device" in saved:
-                torch.cuda.set_rng_state(saved["device"], self.root_device)
+            if is_accelerator(self.root_device) and "device" in saved:
+                torch.get_device_module(self.root_device).set_rng_state(saved["device"], self.root_device)
         if self._rng_before_window is None and self.lightning_module.trainer.accumulate_grad_batches > 1:
             self._rng_before_window = self._rng_state()
 
     def _rng_state(self) -> dict[str, Any]:
-        own = {"device": torch.cuda.get_rng_state(self.root_device)} if self.root_device.type == "cuda" else {}
-        return _collect_rng_states(include_cuda=False) | own
+        device, states = self.root_device, _collect_rng_states(include_cuda=False)
+        own = {"device": torch.get_device_module(device).get_rng_state(device)} if is_accelerator(device) else {}
+        return states | own
 
     def _state_owner(self) -> nn.Module:
         assert self._root is not None

@@ -12,6 +12,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lit_fsdp.metrics.hardware import is_accelerator
 from lit_fsdp.parallel.base import EngineStrategy
 from lit_fsdp.parallel.materialize import Materializer, has_meta
 from lit_fsdp.parallel.precision import TORCH_DTYPES
@@ -45,7 +46,7 @@ class ReplicatedStrategy(EngineStrategy, DDPStrategy):
         materializer.fill_all()
         if self.config.engine == "single" or not any(p.requires_grad for p in module.parameters()):
             return module
-        on_device = None if self.root_device.type == "cpu" else [self.root_device]
+        on_device = [self.root_device] if is_accelerator(self.root_device) else None
         # Looking for unused parameters keeps the buckets as they are. Otherwise they are laid out anew after the first
         # step of a process, which changes the order of summation: a resumed run would not be bit-equal.
         warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")

@@ -22,6 +22,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp._runtime_utils import _reshard
 from torch.distributed.fsdp.wrap import CustomPolicy, enable_wrap
 
+from lit_fsdp.metrics.hardware import is_accelerator
 from lit_fsdp.parallel.base import EngineStrategy
 from lit_fsdp.parallel.materialize import Materializer
 from lit_fsdp.parallel.precision import TORCH_DTYPES, cast_inputs
@@ -43,7 +44,7 @@ class FSDP1Strategy(EngineStrategy, FSDPStrategy):
         return root.no_sync()
 
     def _shard(self, module: nn.Module, plan: UnitPlan, materializer: Materializer) -> nn.Module:
-        is_meta, on_cpu = any(p.is_meta for p in module.parameters()), self.root_device.type == "cpu"
+        is_meta, on_cpu = any(p.is_meta for p in module.parameters()), not is_accelerator(self.root_device)
         if on_cpu or is_meta:
             self._broadcast(module)  # sync_module_states refuses tensors on the CPU and on meta
         own: Any = self.unit_options()

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
+from lit_fsdp.metrics.hardware import is_accelerator
 from lit_fsdp.parallel.base import EngineStrategy
 from lit_fsdp.parallel.fully_sharded import apply_fully_shard, unit_options
 from lit_fsdp.parallel.materialize import Materializer
@@ -50,6 +51,7 @@ class FSDP2Strategy(EngineStrategy, ModelParallelStrategy):
         return unit_options(self.config, self.mesh)
 
     def _shard(self, module: nn.Module, plan: UnitPlan, materializer: Materializer) -> nn.Module:
-        root = apply_fully_shard(module, plan, self.config, self.unit_options(), self.replicated, self._broadcast)
+        how = self.unit_options(), self.replicated, self._broadcast, is_accelerator(self.root_device)
+        root = apply_fully_shard(module, plan, self.config, *how)
         materializer.fill_all()
         return root

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from lit_fsdp.config.strategy import StrategyConfig
+from lit_fsdp.metrics.hardware import is_accelerator
 from lit_fsdp.parallel.precision import TORCH_DTYPES
 from lit_fsdp.parallel.units import UnitPlan, last_unit
 
@@ -29,7 +30,10 @@ class _Root(nn.Module):
 
 
 class _OneRank:
-    """A reduce-scatter of one rank: torch asks for buffers to reduce from and into, and gets the same one."""
+    """A reduce-scatter of one rank on a CPU: torch asks for buffers to reduce from and into, and gets the same one.
+
+    On an accelerator the second has to be of another stream: what is freed while it is copied may be written over.
+    """
 
     _buffer: torch.Tensor | None = None
 
@@ -54,7 +58,7 @@ def unit_options(config: StrategyConfig, mesh: DeviceMesh) -> dict[str, Any]:
     if config.sharding in ("shard_grad_op", "hybrid_shard_zero2"):
         options["reshard_after_forward"] = False
     if config.cpu_offload:
-        options["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=is_accelerator(mesh.device_type))
     return options
 
 
@@ -65,6 +69,7 @@ def apply_fully_shard(
     options: dict[str, Any],
     replicated: Collection[nn.Parameter],
     prepare: Callable[[nn.Module], None],
+    on_accelerator: bool,
 ) -> nn.Module:
     """Shard a module unit by unit, in place, and return the root to call; ``prepare`` is called with each before."""
     options = {**options, "ignored_params": set(replicated)}
@@ -83,7 +88,7 @@ def apply_fully_shard(
     _reduce_unused(root)
     if not config.wrap_config.manual and (last := last_unit(plan, module)) is not None:
         last.set_reshard_after_forward(False, recurse=False)
-    for unit in root.modules() if options["mesh"].size() == 1 else ():
+    for unit in root.modules() if options["mesh"].size() == 1 and not on_accelerator else ():
         if isinstance(unit, FSDPModule):
             comm: Any = _OneRank()
             unit.set_custom_reduce_scatter(comm)

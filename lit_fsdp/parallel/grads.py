@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from lit_fsdp.config.strategy import NonFinite
 from lit_fsdp.errors import NonFiniteGradientError
+from lit_fsdp.metrics.hardware import to_device
 from lit_fsdp.parallel.alike import are_alike, check_alike, marks, options_of
 
 _log = logging.getLogger(__name__)
@@ -108,7 +109,7 @@ class GuardedSteps(Precision):
         if not are_alike(mark, square, self.strategy.world_size):  # as by a schedule, or hooks before this step
             check_alike("comparing optimizers", options_of([optimizer]))
         for param, is_used in zip(params, is_used_at_all, strict=True):
-            if not is_used:
+            if param is not None and not is_used:
                 param.grad = None
         if not self.allows(norm_of_all):
             optimizer._opt_called = True  # else the schedule warns that no step came before its own
@@ -139,7 +140,7 @@ class GuardedSteps(Precision):
 
     def _all_reduce(self, value: torch.Tensor, optimizer: Any, group: dist.ProcessGroup | None) -> torch.Tensor:
         """The sum of a 0-dim tensor over ranks; what tells whether their optimizers are alike travels with it."""
-        sums = torch.cat([value.view(1).double(), marks(optimizer).to(value.device)])
+        sums = torch.cat([value.view(1).double(), to_device(marks(optimizer), torch.float64, value.device)])
         dist.all_reduce(sums, group=group)
         self._marks = sums[1:]
         return sums[0].to(value.dtype)

@@ -118,7 +118,7 @@ def host_memory(run: RunConfig) -> dict[str, int]:
     # a checkpoint has no frozen base
     saved = state["gradient_bytes" if run.model.lora else "parameter_bytes"] + state["optimizer_bytes"]
     staged = saved * shards if strategy.state_dict == "full" else saved * ranks // copies
-    staged *= run.checkpoint.in_background(device_type(run) == "cuda", strategy.offloads)
+    staged *= run.checkpoint.in_background(device_type(run) != "cpu", strategy.offloads)
     rounding = state.pop("rounding_bytes", 0) * ranks
     found = {"state": _state_of(state) * ranks * strategy.offloads, "rounding": rounding, "staged": staged}
     found["processes"] = PROCESS_BYTES * ranks
@@ -154,7 +154,7 @@ def _largest_state(run: RunConfig) -> dict[str, int]:
     module, plan = _planned(run)
     kept = state_bytes(run.model.optim, module.model, TORCH_DTYPES[strategy.precision_config.row.param].itemsize)[0]
     shards = mesh_shape(strategy, run.num_nodes, run.world_size, STRATEGY)[1]
-    pins = strategy.offloads and device_type(run) == "cuda"
+    pins = strategy.offloads and device_type(run) != "cpu"
     return max(state_per_rank(module, plan, strategy, shards, kept, pins), key=_state_of)
 
 

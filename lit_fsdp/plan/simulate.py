@@ -32,8 +32,9 @@ from lit_fsdp.config.model import PreferenceModelConfig
 from lit_fsdp.config.run import RunConfig
 from lit_fsdp.config.strategy import StrategyConfig, mesh_shape
 from lit_fsdp.errors import ConfigError
+from lit_fsdp.metrics.hardware import is_accelerator
 from lit_fsdp.models.build import build_trainable
-from lit_fsdp.models.loss import causal_lm_forward, plan_loss
+from lit_fsdp.models.loss import NUM_TARGETS, causal_lm_forward, plan_loss
 from lit_fsdp.models.quantize import give_shapes
 from lit_fsdp.models.resolve import resolve_architecture
 from lit_fsdp.parallel.activation import prepare_blocks
@@ -215,8 +216,8 @@ def _simulate(hf_config: Any, run: RunConfig, strategy: StrategyConfig) -> _Watc
         if strategy.is_sharded:
             on_device = dataclasses.replace(strategy, cpu_offload=False)
             whole = [p for p in holder.parameters() if not p.dim()]
-            options = unit_options(on_device, mesh)
-            root = apply_fully_shard(holder, units, on_device, options, whole, lambda module: None)
+            how = unit_options(on_device, mesh), whole, lambda module: None, is_accelerator(device_type(run))
+            root = apply_fully_shard(holder, units, on_device, *how)
         rows = run.data.micro_batch_size * (1 + isinstance(run.model, PreferenceModelConfig))
         tokens = run.data.max_seq_length
         ids = torch.ones(rows, tokens, dtype=torch.int64)
@@ -229,7 +230,7 @@ def _simulate(hf_config: Any, run: RunConfig, strategy: StrategyConfig) -> _Watc
         watch.follow(blocks)
         with watch, _engine_kinds(watch):
             with torch.autocast("cpu", TORCH_DTYPES[row.compute], enabled=autocast):
-                loss = root(batch)
+                loss = root({**batch, NUM_TARGETS: ids.numel()})
             watch.phase = "head"
             loss.backward()
     return watch

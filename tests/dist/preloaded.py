@@ -34,7 +34,8 @@ def main(folder: Path, listening: socket.socket) -> None:
     die_with_parent()
     torch.set_num_threads(1)  # a forked process must not inherit the idea of threads it does not have
     jobs: dict[str, Any] = {}
-    for path in (path for name in ("dist", "faults") for path in sorted((ROOT / "tests" / name).glob("*jobs.py"))):
+    folders = [ROOT / "tests" / name for name in ("dist", "faults", "sim")]
+    for path in (path for folder in folders for path in sorted(folder.glob("*jobs.py"))):
         jobs = {**vars(importlib.import_module(f"tests.{path.parent.name}.{path.stem}")), **jobs}
     _build_parsers()
     selector = selectors.DefaultSelector()

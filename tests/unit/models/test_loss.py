@@ -37,6 +37,18 @@ _HEADS = ("bert", "cohere", "gemma2", "granite", "modernbert-decoder", "mpt", "n
 _ALL = pytest.param(FAMILIES, id="all", marks=pytest.mark.long("each of about 130 families is built and run"))
 
 
+def test_the_number_of_labels_changes_nothing_and_must_be_theirs(tiny):
+    torch.manual_seed(0)
+    model, batch, found = LlamaForCausalLM(tiny("llama")), _batch(), []
+    for more in ({}, {"num_targets": 10}):
+        loss = causal_lm_forward(model, {**batch, **more}).loss_sum
+        found.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    for wrong in (9, 11):
+        with pytest.raises(RuntimeError, match="labels changed since the batch was made: drop its num_targets"):
+            causal_lm_forward(model, {**batch, "num_targets": wrong})
+
+
 @pytest.mark.parametrize("families", [pytest.param(_HEADS, id="few"), _ALL])
 def test_every_family_has_its_own_loss(families):
     """Chunked or plain, whatever its config is read as: the cross-entropy of what the model itself returns."""
