@@ -28,6 +28,7 @@ from lit_fsdp.config.model import ModelConfig, OptimConfig, schedule_factor
 from lit_fsdp.config.parser import build
 from lit_fsdp.errors import ConfigError, require
 from lit_fsdp.metrics.step_metrics import STEP_COUNTS, SumMetric, batch_counts, eval_means, step_metrics
+from lit_fsdp.models.attention import by_sample
 from lit_fsdp.models.base import check_base, describe_base
 from lit_fsdp.models.build import build_on_meta, build_trainable, check_attention, kept_with_adapters
 from lit_fsdp.models.export_files import model_entry, model_files
@@ -108,7 +109,7 @@ class CausalLMModule(LightningModule):
                 self.saved_names = {f"model.{name}" for name in trained | buffers | {*self._kept_with_adapter}}
             self._loss_plan = plan_loss(model, self.config.loss)
             self.attn_implementation = str(model.config._attn_implementation)
-            if self.config.attn_implementation is None and self.attn_implementation != "sdpa":
+            if self.config.attn_implementation is None and not self.attn_implementation.startswith("sdpa"):
                 text = "model.attn_implementation: %s, as %s does not work with sdpa"
                 _log.info(text, self.attn_implementation, self.source.hf_config.model_type)
             self.model = model
@@ -121,6 +122,9 @@ class CausalLMModule(LightningModule):
         strategy: Any = self._trainer.strategy if self._trainer else None  # None under load_weights
         check_attention(self.config.attn_implementation, strategy.root_device.type if strategy else "cpu")
         model: Any = self.build().model
+        if isinstance(strategy, EngineStrategy) and strategy.config.compile:  # for each new pack it would compile again
+            by_sample(model, False)
+            self.attn_implementation = str(model.config._attn_implementation)
         seed = torch.initial_seed() if strategy is None else strategy.broadcast(torch.initial_seed())
         if self._adapter_config is None:
             self._weights = open_weights(self.source, model, seed)

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from lit_fsdp.config.model import GPU_ATTENTION, ModelConfig, gpu_attention_on_cpu
 from lit_fsdp.errors import ConfigError, require
+from lit_fsdp.models.attention import by_sample
 from lit_fsdp.models.lora import apply_lora
 from lit_fsdp.models.weights import tied_groups
 
@@ -45,6 +46,8 @@ def build_on_meta(
         ) from error
     model.to("meta")  # what __init__ makes on the CPU all the same; a file or _init_weights has its values
     model.tie_weights()
+    if attn_implementation is None:
+        by_sample(model, True)
     return model.train()
 
 

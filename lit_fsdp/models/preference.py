@@ -53,7 +53,7 @@ def preference_forward(
     is_pair_P = (completion_BT != IGNORED).any(dim=1).view(2, -1).all(dim=0)
     targets_BT = completion_BT
     if config.loss == "orpo":  # its likelihood is of prompt and answer
-        mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
+        mask = batch.get("padding", batch.get("attention_mask", torch.ones_like(batch["input_ids"]))).bool()
         every_BT = next_targets({"labels": batch["input_ids"].masked_fill(~mask, IGNORED)})
         targets_BT = torch.cat([every_BT.chunk(2)[0], completion_BT.chunk(2)[1]])
     nll_N, _, correct_N, router = token_losses(model, batch, targets_BT, plan, each=True)
