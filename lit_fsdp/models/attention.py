@@ -113,7 +113,8 @@ def _varlen(
     query, key, value = (x[0].transpose(0, 1) for x in tensors)
     reach = (-1 if window is None else window - 1, 0)
     options: Any = {"scale": scaling, "window_size": reach, "enable_gqa": query.shape[1] != key.shape[1]}
-    return varlen_attn(query, key, value, borders, borders, longest, longest, **options)[None]
+    out: Any = varlen_attn(query, key, value, borders, borders, longest, longest, **options)
+    return out[None]
 
 
 AttentionInterface.register(BY_SAMPLE, _attend)
