@@ -10,6 +10,9 @@ import platform
 import random
 import shutil
 import socket
+import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -23,6 +26,8 @@ EXIT_LOST = 76
 """Of a rank that lost the others; the batch script of a job may start it again."""
 GO = "LIT_FSDP_GO"
 """Holds the file descriptor at which a rank that the first one started waits for it."""
+FIRST = "LIT_FSDP_FIRST"
+"""Holds the process id of the rank that starts the others of its machine."""
 _log = logging.getLogger(__name__)
 _PORTS = range(10000, 20000)
 """Below those of outgoing connections, which may take a port before rank 0 listens, and those of SLURM jobs."""
@@ -95,6 +100,35 @@ def wait_for_first() -> None:
     if not os.read(int(waiting), 1):
         os._exit(1)  # the first one says why
     os.close(int(waiting))
+
+
+def outlive(parent: int, pause: Callable[[], object]) -> None:
+    """Return once ``parent`` has ended and is this process's parent no more, or ``pause`` between looks is true."""
+    while os.getppid() == parent and not pause():
+        pass
+
+
+def end_with_first(is_running: Callable[[], bool]) -> None:
+    """Let a thread end this rank with ``EXIT_LOST`` if the one that started it ends while it ``is_running``.
+
+    Waiting for it in NCCL it would notice nothing before the timeout of a collective. Where an agent starts all ranks
+    (torchrun, srun, a shell), that one's end says nothing of rank 0, and nothing is done.
+    """
+    parent = os.getppid()
+    if os.environ.get(FIRST) != str(parent) or not is_launched_by_lightning():
+        return
+
+    def watch() -> None:
+        outlive(parent, lambda: time.sleep(1.0))
+        while not is_running():  # it has ended in peace, perhaps
+            time.sleep(1.0)
+        text = f"[rank {global_rank()}] error: lost contact: the rank that started this one has ended; see its own log"
+        with suppress(OSError):
+            print(text, file=sys.stderr, flush=True)
+        tell_job(f"exit.{global_rank()}", str(EXIT_LOST))
+        os._exit(EXIT_LOST)
+
+    threading.Thread(target=watch, name="first rank", daemon=True).start()
 
 
 def free_port() -> int:

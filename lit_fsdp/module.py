@@ -10,6 +10,7 @@ import functools
 import inspect
 import logging
 import math
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, Self
@@ -30,7 +31,13 @@ from lit_fsdp.errors import ConfigError, require
 from lit_fsdp.metrics.step_metrics import STEP_COUNTS, SumMetric, batch_counts, eval_means, step_metrics
 from lit_fsdp.models.attention import by_sample
 from lit_fsdp.models.base import check_base, describe_base
-from lit_fsdp.models.build import build_on_meta, build_trainable, check_attention, kept_with_adapters
+from lit_fsdp.models.build import (
+    attention_words,
+    build_on_meta,
+    build_trainable,
+    check_attention,
+    kept_with_adapters,
+)
 from lit_fsdp.models.export_files import model_entry, model_files
 from lit_fsdp.models.generate import generate_ids
 from lit_fsdp.models.lora import LoraWeights
@@ -125,6 +132,12 @@ class CausalLMModule(LightningModule):
         if isinstance(strategy, EngineStrategy) and strategy.config.compile:  # for each new pack it would compile again
             by_sample(model, False)
             self.attn_implementation = str(model.config._attn_implementation)
+        if isinstance(strategy, EngineStrategy) and strategy.root_device.type == "cuda" and self.global_rank == 0:
+            compute = strategy.config.precision_config.row.compute
+            words = attention_words(self.attn_implementation, self.config.attn_implementation, compute)
+            _log.info("attention: %s", words)
+        if torch.are_deterministic_algorithms_enabled():  # of which FlashAttention knows nothing
+            os.environ["FLASH_ATTENTION_DETERMINISTIC"] = "1"
         seed = torch.initial_seed() if strategy is None else strategy.broadcast(torch.initial_seed())
         if self._adapter_config is None:
             self._weights = open_weights(self.source, model, seed)

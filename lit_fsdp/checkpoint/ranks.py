@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from lit_fsdp.errors import CheckpointError, ConfigError, DataError
 
 T = TypeVar("T")
+MEETING_SECONDS = 120.0
+"""How long hosts are waited for that do not meet."""
 
 
 class Ranks:
@@ -80,6 +84,31 @@ class Ranks:
         """The error of a collective that another rank did not finish."""
         text = str(error).partition(". ")[0]  # gloo adds advice for its own developers
         return CheckpointError(f"{what}: rank {self.rank} lost contact with another rank: {text}")
+
+
+def meet_on_hosts(seconds: float) -> tuple[dist.ProcessGroup | None, str]:
+    """A group of all ranks by gloo, for which no device waits; or on all of them none, and why not; collective.
+
+    Its collectives wait ``seconds`` for a rank. Gloo goes over what host names stand for, or ``GLOO_SOCKET_IFNAME``,
+    where a rank may fail at once while others wait for it.
+    """
+    group: Any = None  # torch's annotation also has a number, for ranks outside of it
+
+    def attempt() -> str:
+        nonlocal group
+        try:
+            group = dist.new_group(backend="gloo", timeout=timedelta(seconds=min(seconds, MEETING_SECONDS)))
+            dist.barrier(group=group)  # connections may be made as late as that
+            _set_pg_timeout(timedelta(seconds=seconds), group)
+        except RuntimeError as error:
+            return reason(error)
+        return ""
+
+    everyone = Ranks().run("meeting on the hosts", attempt)
+    why = next((f"rank {rank}: {text}" for rank, text in enumerate(everyone) if text), "")
+    if why and group is not None:
+        dist.destroy_process_group(group)
+    return None if why else group, why
 
 
 def reason(failure: BaseException) -> str:

@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent import futures
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -142,15 +141,12 @@ def _digest(value: object) -> bytes:
 
 
 class BackgroundSaver:
-    """Writes checkpoints in a thread, one at a time; made by all ranks together, whose threads have a group of theirs.
+    """Writes checkpoints in a thread, one at a time; the threads of all ranks have a ``group`` of their own.
 
-    Copies off a CUDA device go to pinned memory; a collective of the save waits ``timeout_seconds`` for another rank.
+    Copies off a CUDA device go to pinned memory.
     """
 
-    def __init__(self, device: torch.device, timeout_seconds: float) -> None:
-        group: Any = None  # torch's annotation also has a number, for ranks outside of it
-        if dist.is_available() and dist.is_initialized():
-            group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
+    def __init__(self, device: torch.device, group: dist.ProcessGroup | None) -> None:
         self._writers = Ranks(group)
         is_cuda = device.type == "cuda"
         options = StagingOptions(

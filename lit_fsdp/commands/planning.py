@@ -19,6 +19,8 @@ from lit_fsdp.commands import parsing
 from lit_fsdp.commands.parsing import RECIPE, columns, verb_parser
 from lit_fsdp.config.data import accumulation_steps
 from lit_fsdp.config.parser import LoadedRecipe, load_recipe
+from lit_fsdp.config.run import STRATEGY
+from lit_fsdp.config.strategy import check_accumulation
 from lit_fsdp.errors import require
 from lit_fsdp.host import size_words
 
@@ -86,6 +88,7 @@ def run_plan(argv: Sequence[str]) -> int:
     run = _loaded(parser, words, gpus, nodes, "--gpus").run
     ranks = run.world_size or 1
     steps = accumulation_steps(run.data, ranks, run.trainer["accumulate_grad_batches"])
+    check_accumulation(run.strategy, steps, STRATEGY, f"data.micro_batch_size: {steps * run.data.micro_batch_size}")
     data = dataclasses.replace(run.data, global_batch_size=steps * run.data.micro_batch_size * ranks)
     run = dataclasses.replace(run, data=data, trainer={**run.trainer, "accumulate_grad_batches": None})
     gc.set_threshold(100_000)  # little is thrown away, and looking for it takes a fifth of the time

@@ -24,6 +24,7 @@ from lit_fsdp.config.strategy import (
     PrecisionMode,
     PrecisionWord,
     StrategyConfig,
+    check_accumulation,
     check_optimizer,
     check_quantized,
     mesh_shape,
@@ -235,8 +236,16 @@ def _mesh_fits(run: RunConfig) -> None:
 
 
 def _batches_fit(run: RunConfig) -> None:
-    if run.world_size is not None and "data" not in run.foreign and run.verb == "fit":
-        accumulation_steps(run.data, run.world_size, run.trainer["accumulate_grad_batches"])
+    if run.verb != "fit":
+        return
+    given = run.trainer["accumulate_grad_batches"]
+    steps, fix = given or 1, "drop trainer.accumulate_grad_batches"
+    if run.world_size is not None and "data" not in run.foreign:
+        steps = accumulation_steps(run.data, run.world_size, given)
+        fix = f"data.micro_batch_size: {steps * run.data.micro_batch_size}"
+        fix += " and trainer.accumulate_grad_batches: 1" if given else ""
+    if "trainer.strategy" not in run.foreign:
+        check_accumulation(run.strategy, steps, STRATEGY, fix)
 
 
 def _counts_whole_batches(run: RunConfig) -> None:

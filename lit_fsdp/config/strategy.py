@@ -295,6 +295,17 @@ def check_quantized(config: StrategyConfig, path: str) -> None:
     require(fits, f"{path}.precision", f"{mode} {quantized}", allowed)
 
 
+def check_accumulation(config: StrategyConfig, steps: int, path: str, fix: str) -> None:
+    """Refuse several micro-batches per optimizer step where torch keeps the gradient of the last one alone.
+
+    Source: the limitations in the docstring of torch's ``FullyShardedDataParallel``.
+    """
+    given = f"fsdp1 with cpu_offload and {steps} micro-batches per optimizer step"
+    allowed = "one micro-batch there, as torch keeps the gradient of the last one alone; or fsdp2"
+    fits = steps == 1 or config.engine != "fsdp1" or not config.cpu_offload
+    require(fits, f"{path}.engine", given, allowed, f"set engine: fsdp2, or {fix}")
+
+
 _NEEDS = {
     "Adafactor": ("ddp | single", "it takes means over rows and columns of whole matrices"),
     "torchao.": ("fsdp2 | ddp | single", "fsdp1 cannot gather its 8-bit blocks for a checkpoint"),

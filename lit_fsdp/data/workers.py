@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from lit_fsdp.host import return_freed_memory
+from lit_fsdp.host import outlive, return_freed_memory
 
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
@@ -66,8 +66,9 @@ def obey_parent_only(parent: int, worker_id: int) -> None:
 
 
 def _wait_for_parent(parent: int) -> None:
-    while os.getppid() == parent:  # torch's loaders look only between batches, which one that is stuck never reaches
+    def is_asked() -> bool:
         received = signal.sigtimedwait(_IGNORED, 1.0)
-        if received and received.si_signo == signal.SIGTERM and received.si_pid == parent:
-            break
+        return bool(received and received.si_signo == signal.SIGTERM and received.si_pid == parent)
+
+    outlive(parent, is_asked)  # torch's loaders look only between batches, which one that is stuck never reaches
     os._exit(0)

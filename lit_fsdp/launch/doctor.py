@@ -122,6 +122,9 @@ def judge_devices(facts: Mapping[str, Any], wanted: Wanted, processes: int) -> l
     found = f"{len(gpus)} × {', '.join(kinds)} (torch for {build}, driver {facts['driver']})"
     fix = f"set trainer.devices: {len(gpus)}, or run where there are {processes}"
     rows = [judged("GPUs", found, len(gpus) >= processes, fix)]
+    if without := sorted({gpu["name"] for gpu in gpus if not gpu["has_bf16"]}):
+        fix = "set trainer.strategy.init_args.precision: auto, which is fp32 there, or fp16_mixed"
+        rows.append(Row("bf16", f"no instructions on {', '.join(without)}", "warn", fix))
     found, fix = f"{facts['nccl'] or 'not in this torch'}", "install a CUDA build of torch"
     return [*rows, judged("NCCL", found, facts["nccl"] is not None, fix)]
 

@@ -56,7 +56,7 @@ def device_facts() -> dict[str, Any]:
         "build": f"CUDA {cuda}" if cuda else f"ROCm {torch.version.hip}" if torch.version.hip else "CPU",
         "why_not": why_not,
         "device_files": len(glob.glob("/dev/nvidia[0-9]*")),
-        "gpus": [{"name": gpu.name, "gib": gpu.total_memory / GIB} for gpu in gpus],
+        "gpus": [{"name": gpu.name, "gib": gpu.total_memory / GIB, "has_bf16": gpu.major >= 8} for gpu in gpus],
         "driver": collect_env.get_nvidia_driver_version(collect_env.run),
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if gpus and dist.is_nccl_available() else None,
     }

@@ -16,7 +16,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from lit_fsdp.host import EXIT_LOST, GO, free_port
+from lit_fsdp.host import EXIT_LOST, FIRST, GO, free_port
 from lit_fsdp.launch.launcher import OTHER_LAUNCHERS, devices_of, is_srun
 from lit_fsdp.signals import STOPPING
 
@@ -42,6 +42,7 @@ class Ranks:
             return
         os.environ.update(MASTER_ADDR="127.0.0.1", NODE_RANK="0", WORLD_SIZE=str(devices), LOCAL_RANK="0")
         os.environ.setdefault("MASTER_PORT", str(free_port()))
+        os.environ[FIRST] = str(os.getpid())
         waiting, self._go = os.pipe()
         before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)  # until a child has handlers: SignalFlags.install
         for rank in range(1, devices):

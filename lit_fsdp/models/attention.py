@@ -69,7 +69,7 @@ def _attend(
     if torch.is_tensor(attention_mask) or (attention_mask is None and sample_lengths is None):
         return sdpa_attention_forward(module, *tensors, attention_mask, dropout=dropout, scaling=scaling, **others)
     is_one_kernel = query_BHTD.is_cuda and query_BHTD.dtype != torch.float32 and size == value_BKTD.shape[-1] <= 256
-    if sample_lengths and is_one_kernel and not dropout and _takes_groups():
+    if sample_lengths and is_one_kernel and not dropout and _has_varlen():
         return _varlen(tensors, attention_mask, scaling, others["cu_seq_lens_q"], others["max_length_q"]), None
     lengths, options = list(sample_lengths or [query_BHTD.shape[2]]), {"dropout_p": dropout, "scale": scaling}
     parts: Any = zip(*(x.split(lengths, dim=2) for x in tensors), strict=True)
@@ -97,11 +97,11 @@ def _banded(tensors: Sequence[torch.Tensor], window: int | None, options: dict[s
 
 
 @functools.cache
-def _takes_groups() -> bool:
-    """Whether this torch has :func:`_varlen`'s kernel with grouped heads and windows: later ones than 2.11 do."""
+def _has_varlen() -> bool:
+    """Whether this torch has :func:`_varlen`'s kernel with grouped heads and windows, and this GPU, from Ampere on."""
     from torch.nn.attention.varlen import varlen_attn
 
-    return "enable_gqa" in inspect.signature(varlen_attn).parameters
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters and torch.cuda.get_device_capability()[0] >= 8
 
 
 def _varlen(

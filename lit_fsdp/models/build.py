@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import logging
 from fnmatch import fnmatchcase
 from typing import Any
@@ -18,6 +19,11 @@ from lit_fsdp.models.lora import apply_lora
 from lit_fsdp.models.weights import tied_groups
 
 _log = logging.getLogger(__name__)
+_FLASH_MAJOR = 8  # compute capability
+_FLASH_PACKAGES = {
+    "flash_attention_2": ("flash_attn", "pip install flash-attn --no-build-isolation"),
+    "flash_attention_3": ("flash_attn_interface", "build the folder hopper of github.com/Dao-AILab/flash-attention"),
+}
 
 
 def build_on_meta(
@@ -57,9 +63,29 @@ def num_parameters(model: nn.Module) -> int:
 
 
 def check_attention(attn_implementation: str | None, device_type: str) -> None:
-    """Refuse an attention backend that has no backward pass on a CPU, as FlexAttention in torch 2.13."""
+    """Refuse an attention backend that has no backward pass on a CPU, as FlexAttention in torch 2.13, or is not there.
+
+    For a missing package of FlashAttention transformers would run a kernel from the hub, which no recipe has allowed.
+    """
     if device_type == "cpu" and attn_implementation in GPU_ATTENTION:
         raise gpu_attention_on_cpu(attn_implementation)
+    if attn_implementation in _FLASH_PACKAGES:
+        package, how = _FLASH_PACKAGES[attn_implementation]
+        field, otherwise = "model.attn_implementation", "leave attn_implementation out, which takes sdpa"
+        found, given = importlib.util.find_spec(package), f"{attn_implementation} without the package {package}"
+        require(found, field, given, "sdpa | eager | flex_attention without it", f"{how}, or {otherwise}")
+        major, minor = torch.cuda.get_device_capability()
+        given = f"{attn_implementation} on a GPU of compute capability {major}.{minor}"
+        require(major >= _FLASH_MAJOR, field, given, "8.0 (Ampere) or newer", otherwise)
+
+
+def attention_words(chosen: str, named: str | None, computes_in: str) -> str:
+    """What attends on this GPU, and why; of torch's own kernels each call takes the first that can have its mask."""
+    has_flash = computes_in != "fp32" and torch.cuda.get_device_capability()[0] >= _FLASH_MAJOR
+    without = "memory-efficient: flash takes bf16 or fp16, on Ampere or newer"
+    kernels = "flash without a mask, memory-efficient or cuDNN's with one" if has_flash else without
+    of_torch = f" (torch's kernels: {kernels})" if chosen.startswith("sdpa") else ""
+    return f"{chosen}{of_torch}, {'as model.attn_implementation says' if named else 'the default of this model'}"
 
 
 def build_trainable(

@@ -100,10 +100,11 @@ def are_alike(mark: float, square: float, ranks: int) -> bool:
     return ranks * square == mark**2
 
 
-def ending_together(loader: Any, group: dist.ProcessGroup | None) -> Any:
+def ending_together(loader: Any, group: dist.ProcessGroup | None, device: torch.device) -> Any:
     """The same loader, of no length, but for the loops, where it ends on all ranks once it has ended on one.
 
-    ``group`` is one of the hosts, which no device waits for. Attributes and state stay those of ``loader`` itself.
+    ``group``, of tensors on ``device``, is one of the hosts if they have one: then no device is waited for. Attributes
+    and state stay those of ``loader`` itself.
     """
     said = False
 
@@ -112,7 +113,7 @@ def ending_together(loader: Any, group: dist.ProcessGroup | None) -> Any:
         rows, number, ranks = iter(loader), 0, dist.get_world_size()
         while True:
             batch = next(rows, _END)
-            ended = torch.tensor(int(batch is _END))
+            ended = torch.tensor(int(batch is _END), device=device)
             dist.all_reduce(ended, group=group)
             if num_ended := int(ended):
                 if num_ended < ranks and not said and dist.get_rank() == 0:

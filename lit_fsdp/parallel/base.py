@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import re
 import socket
 import threading
@@ -18,6 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.data import sized_len
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.trainer.states import TrainerStatus
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
@@ -26,9 +29,17 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.utils.data import DataLoader
 
 from lit_fsdp.checkpoint.ranks import Ranks
-from lit_fsdp.config.strategy import OTHER_OPTIMIZER, StrategyConfig, check_optimizer, check_quantized, mesh_shape
+from lit_fsdp.config.strategy import (
+    OTHER_OPTIMIZER,
+    StrategyConfig,
+    check_accumulation,
+    check_optimizer,
+    check_quantized,
+    mesh_shape,
+)
 from lit_fsdp.data.batches import Resumable
 from lit_fsdp.errors import ConfigError, ContractError, require
+from lit_fsdp.host import FIRST, end_with_first
 from lit_fsdp.parallel.activation import prepare_blocks, recompute_by_unit, resolve_gradient_checkpointing
 from lit_fsdp.parallel.alike import check_alike, ending_together, kinds_of, options_of, tensors_of
 from lit_fsdp.parallel.checkpointing import Checkpoints, check_packed_state
@@ -209,23 +220,37 @@ class EngineStrategy(Checkpoints):
             given = f"{type(callback).__name__}, whose first update comes after the last of {trainer.max_steps} steps"
             fix = "let it begin earlier: until then it gives the weights that training began with, and to the end here"
             require(_ever_averages(callback, trainer), "trainer.callbacks", given, "averages of what is trained", fix)
+        if verb == "fit":
+            self._check_accumulation(trainer)
         # the root counts on one backward pass, after which the step comes
         wrong = config.engine == "fsdp1" and verb == "fit" and not module.automatic_optimization
         given = f"fsdp1 with manual optimization ({type(module).__name__})"
         require(not wrong, f"{self.path}.engine", given, "fsdp2 | ddp | single")
 
+    def _check_accumulation(self, trainer: Any) -> None:
+        schedules = (c.scheduling.values() for c in trainer.callbacks if isinstance(c, GradientAccumulationScheduler))
+        steps = max(trainer.accumulate_grad_batches, *(n for counts in schedules for n in counts), 1)
+        check_accumulation(self.config, steps, self.path, "larger batches without accumulate_grad_batches")
+
     def _configure_launcher(self) -> None:
         """Let Lightning's launcher start further processes once this one has found nothing to refuse."""
         super()._configure_launcher()  # type: ignore[misc]
+        end_with_first(self._is_running)
         if self._launcher is None:
             return
         launch = self._launcher.launch
 
         def launch_checked(function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
             self.check_environment(trainer, self.lightning_module, trainer.state.fn)
+            if not self.cluster_environment.creates_processes_externally:
+                os.environ[FIRST] = str(os.getpid())
             return launch(function, *args, trainer=trainer, **kwargs)
 
         self._launcher.launch = launch_checked
+
+    def _is_running(self) -> bool:
+        trainer = getattr(self.lightning_module, "_trainer", None)
+        return trainer is not None and trainer.state.status == TrainerStatus.RUNNING
 
     def setup_environment(self) -> None:
         """Start the process group (of one for ``single``), settle ``precision: auto``, and build the mesh."""
@@ -262,15 +287,16 @@ class EngineStrategy(Checkpoints):
         field = f"{trainer.state.stage.dataloader_prefix}_dataloader"
         check_alike("looking for lengths", {field: "no length" if is_endless else "a length"})
         if is_endless and self._host_group is None and self.root_device.type != "cpu":
-            timeout = timedelta(seconds=self.config.timeout_seconds)
-            self._host_group = dist.new_group(backend="gloo", timeout=timeout)
-        return ending_together(loader, self._host_group) if is_endless else loader
+            self._host_group = self.meet_on_hosts()
+        device = self.root_device if self._host_group is None else torch.device("cpu")
+        return ending_together(loader, self._host_group, device) if is_endless else loader
 
     def setup(self, trainer: Any) -> None:
         """Shard the LightningModule (once), check the contract, build the optimizers."""
         self.accelerator.setup(trainer)  # type: ignore[attr-defined]
         module = self.lightning_module
         if trainer.state.fn == "fit":
+            self._check_accumulation(trainer)  # which a data module may have settled
             self._check_hyperparameters()
             if self.config.is_sharded and dist.get_rank() == 0:
                 warn_of_lightnings([module, *trainer.callbacks])
@@ -561,6 +587,7 @@ class EngineStrategy(Checkpoints):
 
     def block_backward_sync(self) -> Any:
         """Around all micro-batches of a global batch but the last."""
+        self._check_accumulation(self.lightning_module.trainer)  # which a callback may have changed
         return nullcontext() if self.config.sync_each_micro_batch else self._no_sync()
 
     def backward(self, closure_loss: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -22,7 +22,7 @@ from torch.distributed.tensor import empty as empty_dtensor
 from lit_fsdp.checkpoint import run_folder, store
 from lit_fsdp.checkpoint.importing import read_lightning_file
 from lit_fsdp.checkpoint.manifest import Manifest, checked_extra, read_manifest
-from lit_fsdp.checkpoint.ranks import Ranks
+from lit_fsdp.checkpoint.ranks import Ranks, meet_on_hosts
 from lit_fsdp.checkpoint.safetensors_file import spec_of
 from lit_fsdp.checkpoint.state import Sharded, decode, with_sharded, without_sharded
 from lit_fsdp.checkpoint.state import refused as refused_in
@@ -54,6 +54,7 @@ class Checkpoints:
     saves_on_signal = False  # for no other reason; the manifest says so
     background: BackgroundSaver | None = None
     _in_background = False
+    _hosts_apart = ""  # why, if they did not meet
     _root: nn.Module | None
     _ties: dict[str, str]
     _files: dict[str, bytes] | None = None  # of the module, as they were before the first step; of rank 0
@@ -61,10 +62,21 @@ class Checkpoints:
     _rng_after_load: dict[str, Any] | None = None
     _rng_before_window: dict[str, Any] | None = None
 
-    def open_background(self) -> BackgroundSaver:
-        """What saves in the background from now on, made at the first call; collective."""
-        if self.background is None:
-            self.background = BackgroundSaver(self.root_device, self.config.timeout_seconds)
+    def meet_on_hosts(self) -> dist.ProcessGroup | None:
+        """See :func:`lit_fsdp.checkpoint.ranks.meet_on_hosts`; that hosts do not meet is said once."""
+        if self._hosts_apart:
+            return None
+        group, self._hosts_apart = meet_on_hosts(self.config.timeout_seconds)
+        if self._hosts_apart and dist.get_rank() == 0:
+            text = "the hosts do not meet by gloo, so training waits for saves and for loaders without a length; "
+            text += "set GLOO_SOCKET_IFNAME to the network interface that they share (%s)"
+            _log.warning(text, self._hosts_apart)
+        return group
+
+    def open_background(self) -> BackgroundSaver | None:
+        """What saves in the background from now on, made at the first call; None if hosts do not meet; collective."""
+        if self.background is None and (group := self.meet_on_hosts()) is not None:
+            self.background = BackgroundSaver(self.root_device, group)
         return self.background
 
     @contextlib.contextmanager

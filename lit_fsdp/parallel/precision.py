@@ -48,9 +48,12 @@ def settle_precision(config: StrategyConfig, device_type: str, on_all: Callable[
     what = f"{'every' if everywhere else 'not every'} {'CPU' if device_type == 'cpu' else 'GPU'} has bf16 instructions"
     if dist.get_rank() == 0 and given.mode == "auto":
         _log.info("precision auto: %s, as %s", settled.precision_config.mode, what)
-    elif dist.get_rank() == 0 and device_type == "cpu" and not everywhere and given.row.compute == "bf16":
-        text = "precision %s computes in bf16, about eight times slower than fp32, as %s; set it to auto, or fp32"
-        _log.warning(text, given.mode, what)
+    elif dist.get_rank() == 0 and not everywhere and given.row.compute == "bf16":
+        how, fix = "about eight times slower than fp32", "auto, or fp32"
+        if device_type != "cpu":
+            how, fix = "which is emulated and slower than fp32", "auto, fp32 or fp16_mixed"
+        text = "precision %s computes in bf16, %s, as %s; set it to %s"
+        _log.warning(text, given.mode, how, what, fix)
     return settled
 
 
@@ -106,9 +109,11 @@ def apply_float8(model: nn.Module, skip: Sequence[str] | None, path: str) -> Non
     names = {name for name in fitting if not any(word in name for word in words)}
     allowed = f"linear layers whose sizes are multiples of {_FP8_MULTIPLE} and that fp8_skip leaves"
     require(names, f"{path}.fp8_skip", "nothing left to compute in fp8", allowed)
-    from torchao.float8 import convert_to_float8_training
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    convert_to_float8_training(model, module_filter_fn=lambda _module, name: name in names)
+    # a weight's gradient is a sum over rows, of which there may be any number
+    config = Float8LinearConfig(pad_inner_dim=True)
+    convert_to_float8_training(model, config=config, module_filter_fn=lambda _module, name: name in names)
 
 
 class DtypeContract:

@@ -167,7 +167,8 @@ def savings(run: RunConfig) -> Iterator[dict[str, Any]]:
 def _lighter(run: RunConfig) -> Iterator[tuple[str, Choice | None]]:
     """What may take less; what the recipe has already takes as much."""
     rows, world, lora = run.data.micro_batch_size, run.world_size or 1, run.model.lora or _LORA
-    for fewer in [n for n in range(rows - 1, 0, -1) if rows % n == 0][:1]:
+    may_accumulate = run.strategy.engine != "fsdp1" or not run.strategy.cpu_offload  # see check_accumulation
+    for fewer in [n for n in range(rows - 1, 0, -1) if rows % n == 0 and may_accumulate][:1]:
         steps = (run.data.global_batch_size or 0) // (fewer * world)
         changes = {"data.micro_batch_size": fewer, "trainer.accumulate_grad_batches": steps}
         yield f"accumulates over {steps}: the same global batch", Choice(with_rows(run, fewer), changes)

@@ -46,7 +46,7 @@ class Bench:
         rows = mib * 2**20 // 16 // 4 // 1024
         self.tensors = {f"model/layers.{index}": torch.randn(rows, 1024) for index in range(16)}
         self._into = {name: torch.zeros_like(tensor) for name, tensor in self.tensors.items()}
-        self._saver = BackgroundSaver(torch.device("cpu"), 60.0)
+        self._saver = BackgroundSaver(torch.device("cpu"), None)
         self._weight = torch.randn(768, 768, requires_grad=True)
         self._input = torch.randn(768, 768)
         save_checkpoint(folder / "own", self.tensors, **_REST)

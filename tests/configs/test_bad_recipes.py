@@ -53,6 +53,18 @@ CASES = (
     ("--:.engine=fsdp1 --:.forward_prefetch=2", ":.forward_prefetch", ""),
     ("--:.limit_all_gathers=false", ":.limit_all_gathers", ""),
     ("--:.engine=fsdp1 --:.sync_each_micro_batch=false", ":.sync_each_micro_batch", ""),
+    ("--:.engine=fsdp1 --:.cpu_offload=true", ":.engine", "set engine: fsdp2, or data.micro_batch_size: 4"),
+    (
+        "--:.engine=fsdp1 --:.cpu_offload=true --data.global_batch_size=null --trainer.accumulate_grad_batches=2",
+        ":.engine",
+        "set engine: fsdp2, or data.micro_batch_size: 4 and trainer.accumulate_grad_batches: 1",
+    ),
+    (
+        "--:.engine=fsdp1 --:.cpu_offload=true --trainer.devices=auto --allow-imports=tests --data=tests.Data "
+        "--trainer.accumulate_grad_batches=2",
+        ":.engine",
+        "set engine: fsdp2, or drop trainer.accumulate_grad_batches",
+    ),
     ("--:.activation_checkpointing=memory_budget", ":.activation_checkpointing", ""),
     ("--:.precision={mode: mixed, reduce_dtype: fp16}", ":.precision.reduce_dtype", "drop reduce_dtype"),
     ("--:.engine=single --trainer.devices=1 --:.precision={reduce_dtype: bf16}", ":.precision.reduce_dtype", ""),
@@ -107,7 +119,8 @@ def test_a_bad_recipe_is_refused_with_the_field_and_what_to_write(tmp_path: Path
     good = tmp_path / "good.yaml"
     good.write_text(GOOD, encoding="utf-8")
     assert load_recipe(["--config", str(good)], "fit").run.world_size == 4
-    for flags in ("--trainer.max_steps=10", "--trainer.max_steps=-1 --trainer.max_time=00:01:00:00"):
+    offloads = f"--{ARGS}.engine=fsdp1 --{ARGS}.cpu_offload=true --data.micro_batch_size=4"
+    for flags in ("--trainer.max_steps=10", "--trainer.max_steps=-1 --trainer.max_time=00:01:00:00", offloads):
         load_recipe(["--config", str(good), *flags.split()], "fit")
     for flags, field, fix in CASES:
         words = re.split(r" (?=--)", flags.replace("--:", f"--{ARGS}"))

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
+from torch.distributed import distributed_c10d as c10d
 
 from lit_fsdp import Checkpoint
 from lit_fsdp.callbacks.stop import StopOnSignal, StopRequested
 from lit_fsdp.checkpoint import files as disk
+from lit_fsdp.checkpoint import ranks
 from lit_fsdp.checkpoint.run_folder import checkpoints
 from lit_fsdp.errors import CheckpointError
 from lit_fsdp.signals import SignalFlags
@@ -73,6 +78,9 @@ def train_async(
     rows: dict[str, Any] = {"train_dataloaders": loader(range(STEPS))} if foreign else {"datamodule": data}
     found: dict[str, Any] = {"error": ""}
     _hurt(fault, rank, Path(run))
+    said, handler = [], logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("lit_fsdp").addHandler(handler)
     try:
         trainer.fit(module, **rows)
         if more_steps:
@@ -82,6 +90,7 @@ def train_async(
         found["error"] = f"{type(error).__name__}: {error}"
     return {
         **found,
+        "said": said,
         "losses": losses.values,
         "digest": digest(module, trainer.optimizers[0]),
         "step": trainer.global_step,
@@ -114,6 +123,18 @@ def _hurt(fault: str, rank: int, run: Path) -> None:
             raise CheckpointError(f"{self.path}: No space left on device")
         return write(self, data)
 
+    meet, make = dist.new_group, c10d.ProcessGroupGloo
+
+    def apart(*args: Any, backend: str | None = None, **options: Any) -> Any:
+        with mock.patch.object(c10d, "ProcessGroupGloo", not_found if backend == "gloo" else make):
+            return meet(*args, backend=backend, **options)
+
+    def not_found(*args: Any, **options: Any) -> Any:
+        raise RuntimeError("Unable to find address for: ib0")
+
+    if fault == "apart":
+        ranks.MEETING_SECONDS = 2.0
+        dist.new_group = apart if rank == 1 else meet  # which rank 0 waits for
     if fault == "slow":
         disk.publish = next_step_first  # type: ignore[assignment]
     if fault in ("raise", "signal"):

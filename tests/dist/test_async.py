@@ -52,6 +52,19 @@ def test_the_same_bytes_as_a_save_that_training_waits_for(
         assert went_on["best_model_path"] == waited["best_model_path"] != ""
 
 
+@pytest.mark.parametrize("engine", ["fsdp2", "ddp"])
+def test_where_hosts_do_not_meet_training_waits_for_saves(tiny_model: Path, tmp_path: Path, engine: str) -> None:
+    """One rank fails at once, the other one waits for it; both go on, in a second fit too."""
+    job = {"folder": tiny_model, "strategy": {"engine": engine}, "fault": "apart", "more_steps": 12}
+    first, second = on_ranks("train_async", 2, run=tmp_path, async_save=True, **job)
+    for seen in (first, second):
+        assert (seen["error"], len(seen["losses"]), set(seen["pending"].values())) == ("", 12, {False})
+        assert seen["visible"]["4"] == [3]
+    (said,) = [text for text in first["said"] + second["said"] if "gloo" in text]
+    assert said.startswith("the hosts do not meet by gloo, so training waits for saves")
+    assert whole_steps(tmp_path) == [3, 6, 9, 12]
+
+
 def test_training_goes_on_and_the_next_save_waits(tiny_model: Path, tmp_path: Path) -> None:
     """The end of each save comes after the next step; the old one goes once the new one stands."""
     job = {"folder": tiny_model, "strategy": {"engine": "fsdp2"}, "fault": "slow", "keep_last": 1}

@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -149,3 +151,35 @@ def test_the_others_end_in_time(tiny_model: Path, tmp_path: Path, engine: str, h
     run.check(0)
     assert run.newest() == STEP
     run.finish()
+
+
+_ALONE = """
+import os, time
+from pathlib import Path
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lit_fsdp import fsdp_strategy
+class Deaf(BoringModel):
+    def training_step(self, batch, batch_idx):
+        Path(f"rank{self.global_rank}").write_text(str(os.getpid()))
+        time.sleep(300)  # as in NCCL, which tells of no rank that is gone
+options = {"logger": False, "enable_checkpointing": False, "accelerator": "cpu"}
+Trainer(strategy=fsdp_strategy(), devices=2, **options).fit(Deaf(), Deaf().train_dataloader())
+"""
+
+
+def test_ranks_end_with_the_one_that_started_them(tmp_path: Path) -> None:
+    """In a plain launch nobody else would end them; they leave the exit code of a rank that lost the others."""
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "LIT_FSDP_EXIT_DIR": str(tmp_path)}
+    (tmp_path / "train.py").write_text(_ALONE)
+    words = [sys.executable, "-W", "ignore", "train.py"]
+    with subprocess.Popen(words, cwd=tmp_path, env=env, stderr=subprocess.PIPE, text=True) as first:
+        while not all((tmp_path / f"rank{rank}").is_file() for rank in (0, 1)):
+            assert first.poll() is None
+            time.sleep(0.1)
+        first.kill()
+        begin = time.monotonic()
+        said = first.communicate(timeout=60)[1]  # which the other one holds open until it ends
+    assert time.monotonic() - begin < 15
+    assert "[rank 1] error: lost contact: the rank that started this one has ended" in said
+    assert (tmp_path / "exit.1").read_text() == "76\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from typing import Any
 
 import pytest
@@ -105,6 +106,18 @@ def test_gradients_are_those_of_the_mean_over_supervised_tokens():
         for grads, logged, window in zip(recorder.grads, recorder.logged, windows, strict=True):
             assert_gradients(net, grads, mean_loss(net, window))
             assert logged["train_loss"] == pytest.approx(mean_loss(net, window).item(), rel=1e-6)
+
+
+def test_one_line_makes_kernels_deterministic(monkeypatch):
+    """The environment is what cuBLAS and FlashAttention ask."""
+    names = ("CUBLAS_WORKSPACE_CONFIG", "FLASH_ATTENTION_DETERMINISTIC")
+    for name in names:
+        monkeypatch.setenv(name, "")
+    try:
+        fit([rows(1)], deterministic=True)
+        assert [os.environ[name] for name in names] == [":4096:8", "1"]
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def test_a_training_step_of_ones_own_has_lightnings_mean():

@@ -12,7 +12,7 @@ import pytest
 from lit_fsdp.launch import doctor
 from lit_fsdp.launch.doctor import Row, Wanted
 
-H100 = {"name": "NVIDIA H100", "gib": 80.0}
+H100 = {"name": "NVIDIA H100", "gib": 80.0, "has_bf16": True}
 GPUS: dict[str, Any] = {"build": "CUDA 12.8", "why_not": "", "device_files": 2, "gpus": [H100, H100], "driver": "570"}
 GPUS["nccl"] = "2.27.5"
 NONE = {**GPUS, "gpus": [], "device_files": 0, "why_not": "no NVIDIA driver", "nccl": None}
@@ -44,6 +44,7 @@ def test_devices_are_held_against_the_recipe() -> None:
         (GPUS, {}, 2, good),
         (GPUS, {}, 4, {**good, "GPUs": "fail"}),
         ({**GPUS, "nccl": None}, {}, 2, {**good, "NCCL": "fail"}),
+        ({**GPUS, "gpus": [H100, H100 | {"has_bf16": False}]}, {}, 2, {**good, "bf16": "warn"}),
         (NONE, {}, 2, {"GPUs": "warn"}),
         ({**NONE, "device_files": 8}, {}, 2, {"GPUs": "fail"}),  # they are there, but torch cannot use them
         (NONE, {"accelerator": "gpu"}, 2, {"GPUs": "fail"}),

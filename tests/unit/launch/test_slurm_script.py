@@ -83,6 +83,17 @@ def test_a_failing_line_of_setup_or_env_file_ends_the_job(slurm: FakeSlurm, tmp_
     assert not (slurm.folder / "later").exists()
 
 
+def test_gloo_takes_the_network_that_nccl_is_told(slurm: FakeSlurm, tmp_path: Path):
+    for given, own, found in (
+        ("=lo,ib0", {}, "lo"),
+        ("lo", {"GLOO_SOCKET_IFNAME": "eth0"}, "eth0"),
+        ("^lo", {}, ""),
+        ("no_such", {}, ""),
+    ):
+        job, _ = planned({"env": {"NCCL_SOCKET_IFNAME": given, **own}}, trainer={"default_root_dir": str(tmp_path)})
+        assert f"<{found}>" in slurm.run(job, step='echo "<$GLOO_SOCKET_IFNAME>"').stdout
+
+
 def leaves(**files: str) -> str:
     """A step whose ranks leave files for the script."""
     return "; ".join(f'echo {text} >"$LIT_FSDP_EXIT_DIR/{name.replace("_", ".")}"' for name, text in files.items())
@@ -102,6 +113,8 @@ def test_exit_codes_alone_decide_who_is_started_again(
         (76, {"exit_0": "76"}, 76, False),  # it would end there again
         (137, {"saved": ""}, 137, True),
         (137, {}, 137, False),
+        (134, {"saved": ""}, 134, True),  # SIGABRT: the watchdog of NCCL in ranks that lost another one
+        (134, {"exit_1": "1", "saved": ""}, 1, False),  # which had failed
         (130, {"saved": ""}, 130, False),
     ]
     for number, (srun, left, code, again) in enumerate(cases):

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
+from contextlib import nullcontext
 
 import pytest
+import torch
 from transformers import AutoConfig
 
 from lit_fsdp.audit import audit_recipe
 from lit_fsdp.errors import ConfigError
-from lit_fsdp.models.build import build_on_meta
+from lit_fsdp.models.build import attention_words, build_on_meta, check_attention
 from lit_fsdp.module import CausalLMModule
 from tests.runs import check_recipe
 
@@ -24,6 +27,24 @@ def test_what_cannot_be_built_and_attention_that_the_model_lacks(tiny, caplog):
         assert CausalLMModule(name=tiny("llama").to_dict()).build().attn_implementation == "sdpa_by_sample"
     (said,) = [r.message for r in caplog.records if "attn" in r.message]
     assert said == "model.attn_implementation: eager, as bloom does not work with sdpa"
+
+
+def test_attention_on_gpus_is_said_and_refused_where_it_is_not_there(monkeypatch):
+    sdpa, kernels = "leave attn_implementation out, which takes sdpa", "sdpa (torch's kernels: "
+    for name, major, package, fix, said in (
+        ("flash_attention_2", 9, None, f"pip install flash-attn --no-build-isolation, or {sdpa}", ""),
+        ("flash_attention_3", 9, None, "build the folder hopper of", ""),
+        ("flash_attention_2", 7, "there", sdpa, ""),
+        ("flash_attention_2", 8, "there", None, "flash_attention_2, as model.attn_implementation says"),
+        (None, 7, None, None, f"{kernels}memory-efficient: flash takes bf16 or fp16, on Ampere or newer), the default"),
+        (None, 9, None, None, f"{kernels}flash without a mask, memory-efficient or cuDNN's with one), the default"),
+    ):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda found=major: (found, 0))
+        monkeypatch.setattr(importlib.util, "find_spec", lambda _, found=package: found)
+        with nullcontext() if fix is None else pytest.raises(ConfigError) as caught:
+            check_attention(name, "cuda")
+        assert fix is None or caught.value.fix.startswith(fix)
+        assert attention_words(name or "sdpa", name, "bf16").startswith(said)
 
 
 def test_an_audit_needs_no_package(tiny):

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.demos.boring_classes import BoringModel
 
-from lit_fsdp.errors import NonFiniteGradientError
+from lit_fsdp.errors import ConfigError, NonFiniteGradientError
 from lit_fsdp.parallel import grads
 from lit_fsdp.parallel.grads import GuardedSteps
+from lit_fsdp.strategy import fsdp_strategy
 
 
 def plugin_of(policy: Any, is_fp16: bool = False) -> GuardedSteps:
@@ -74,3 +79,27 @@ def test_one_norm_of_all_in_fp32():
     weight.grad = torch.ones_like(weight)
     plugin.clip_grad_by_norm(torch.optim.SGD([weight]), 150.0)
     assert bool((weight.grad == 1).all())  # what is below the limit is left as it is
+
+
+@pytest.mark.filterwarnings("ignore:.*GPU available but not used")
+def test_fsdp1_accumulates_nothing_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On accelerators, from which alone it offloads, it would keep the gradient of the last micro-batch."""
+    later: dict[str, Any] = {"callbacks": [GradientAccumulationScheduler({3: 2})]}
+    for engine, options, is_right in (
+        ("fsdp1", {"accumulate_grad_batches": 2}, False),
+        ("fsdp1", later, False),
+        ("fsdp1", {}, True),
+        ("fsdp2", later, True),
+    ):
+        strategy: Any = fsdp_strategy(engine=engine, cpu_offload=True)
+        trainer = Trainer(accelerator="cpu", devices=1, logger=False, strategy=strategy, **options)
+        module = BoringModel()
+        monkeypatch.setattr(type(strategy), "root_device", torch.device("cuda", 0))
+        strategy.check_environment(trainer, module, "validate")
+        refused = pytest.raises(ConfigError, match="fsdp1 with cpu_offload and 2 micro-batches per optimizer step")
+        with nullcontext() if is_right else refused:
+            strategy.check_environment(trainer, module, "fit")
+        trainer.accumulate_grad_batches, module.trainer = 2, trainer  # by a callback, while it trains
+        strategy._lightning_module, strategy._root = module, mock.MagicMock()
+        with refused if engine == "fsdp1" else nullcontext():
+            strategy.block_backward_sync()

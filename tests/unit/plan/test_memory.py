@@ -150,6 +150,9 @@ def test_savings_follow_the_recipe():
     run = loaded(*words, recipe="llama3.1-8b_qlora_fsdp2_1x24gb.yaml")
     assert [one["flags"].split()[-2] for one in savings(run)] == ["--trainer.strategy.init_args.cpu_offload"]
     assert not list(savings(dataclasses.replace(run, trainer={**run.trainer, "accelerator": "cpu"})))
+    offloads = (f"--trainer.strategy.init_args.{word}" for word in ("engine=fsdp1", "cpu_offload=true"))
+    flags = next(savings(loaded(*SHORT, *offloads, "--data.micro_batch_size=8")))["flags"]
+    assert "micro_batch" not in flags  # that engine accumulates nothing there
 
 
 def test_what_is_sent():
