@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from lit_fsdp.speak import quiet_imports
+
 if TYPE_CHECKING:
     from lit_fsdp.callbacks.averages import EMAWeights
     from lit_fsdp.callbacks.checkpoint import Checkpoint
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
     from lit_fsdp.strategy import fsdp_strategy
 
 __version__ = "0.1.0"
+
+quiet_imports()  # before transformers is imported, for a command or for a script of one's own
 
 _HOMES = {
     "CausalLMDataModule": "datamodule",

@@ -139,12 +139,10 @@ class EMAWeights(Callback):
             self.on_train_batch_end(self._trainer, self._trainer.lightning_module)
         if self.num_updates:
             for name, entry in strategy.optimizer_state(self._averages)["state"].items():
-                average, everywhere = entry["average"], [Replicate()] * strategy.mesh.ndim
-                is_sharded = isinstance(average, DTensor)
-                whole = (
-                    average if is_sharded else DTensor.from_local(average, strategy.mesh, everywhere, run_check=False)
-                )
-                weights[name] = whole
+                weights[name] = average = entry["average"]
+                if not isinstance(average, DTensor):
+                    everywhere = [Replicate()] * strategy.mesh.ndim
+                    weights[name] = DTensor.from_local(average, strategy.mesh, everywhere, run_check=False)
         return {"num_updates": self.num_updates, "weights": weights}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

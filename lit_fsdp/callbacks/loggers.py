@@ -21,7 +21,8 @@ from typing import Any
 
 from jsonargparse import Namespace
 from lightning.fabric.utilities.apply_func import convert_tensors_to_scalars
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.fabric.utilities.logger import _add_prefix
+from lightning.pytorch import Callback, LightningModule, Trainer, loggers
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
@@ -33,6 +34,7 @@ _NAME = "loggers.json"
 _ARGUMENTS = {
     "TensorBoardLogger": "version",
     "WandbLogger": "id",
+    "RunWandbLogger": "id",
     "MLFlowLogger": "run_id",
     "CometLogger": "experiment_key",
 }
@@ -131,25 +133,45 @@ class RunCSVLogger(Logger, Callback):
         os.replace(temporary, self.path)
 
 
+class RunWandbLogger(loggers.WandbLogger):
+    """Lightning's; offline the run's steps are W&B's own too, which would begin at 0 in the folder of each start.
+
+    A row takes the next step instead where a module logs to W&B by itself more often than once per step.
+    """
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Log ``metrics`` into the row of ``step``."""
+        run: Any = self.experiment
+        if step is None or not run.offline or self._wandb_init.get("sync_tensorboard") or step < run.step:
+            super().log_metrics(metrics, step)
+            return
+        named = _add_prefix(metrics, self._prefix, self.LOGGER_JOIN_CHAR)
+        run.log({**named, "trainer/global_step": step}, step=step)
+
+
 def go_on_logging(config: Any, run_folder: Path, step: int | None) -> None:
     """Give the loggers of a parsed ``trainer`` section the runs that a run folder has noted, in place.
 
     An argument that the recipe gives wins. TensorBoard is told to hide what a killed run has logged from ``step`` on;
-    it looks for that only in runs whose first start (``step`` None) has told it too.
+    it looks for that only in runs whose first start (``step`` None) has told it too. Of W&B's it becomes
+    :class:`RunWandbLogger`.
     """
     path, given = run_folder / _NAME, config.get("logger")
     if given in (None, True, False):
         return
-    loggers = [one for one in (given if isinstance(given, list) else [given]) if isinstance(one, Namespace)]
-    for logger in loggers:
+    found = [one for one in (given if isinstance(given, list) else [given]) if isinstance(one, Namespace)]
+    for logger in found:
+        if logger.class_path == "lightning.pytorch.loggers.WandbLogger":
+            logger.class_path = f"{__name__}.RunWandbLogger"
         if logger.class_path.endswith(".TensorBoardLogger") and logger.init_args.get("purge_step", 0) is None:
             logger.init_args["purge_step"] = step or 0
         if logger.class_path.endswith(".MLFlowLogger"):
             _open_store(logger.init_args)
     noted = [] if step is None or not path.is_file() else json.loads(path.read_text(encoding="utf-8"))
-    for logger, (name, run) in zip(loggers, noted, strict=False):
+    for logger, (name, run) in zip(found, noted, strict=False):
         argument = _ARGUMENTS.get(name)
-        if argument is None or not logger.class_path.endswith(f".{name}"):
+        if argument is None or not logger.class_path.endswith(name):
             continue
         if logger.init_args.get(argument) is None:
             logger.init_args[argument] = run

@@ -7,7 +7,6 @@ import importlib
 import sys
 
 from lit_fsdp.errors import ConfigError
-from lit_fsdp.speak import quiet_imports
 
 _GROUPS = {
     "begin": {
@@ -79,7 +78,6 @@ def run(argv: list[str]) -> int:
         texts = {verb: text for group in _GROUPS.values() for verb, text in group.items()}
         print(completion_script("".join(argv[1:2]) or "bash", texts, run))
         return 0
-    quiet_imports()
     verb, rest = argv[0], argv[1:]
     if verb in _TRAINER_VERBS:
         from lit_fsdp.commands.training import run_training_verb

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lit_fsdp.commands.parsing import verb_parser
+from lit_fsdp.commands.parsing import refuse_two_values, verb_parser
 from lit_fsdp.errors import CheckpointError, ConfigError
 from lit_fsdp.host import free_port
 
@@ -70,7 +70,10 @@ def _options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--nodes", type=int, help="nodes that a run will have; start it by srun to look at all of them")
     parser.add_argument("--json", action="store_true", help="JSON instead of a table on standard output")
     options, words = parser.parse_known_args(list(argv))
-    return options, [*words, "--trainer.num_nodes", str(options.nodes)] if words and options.nodes else words
+    if words and options.nodes:
+        refuse_two_values({"trainer.num_nodes": ("--nodes", options.nodes)}, words, _OWN)
+        words += ["--trainer.num_nodes", str(options.nodes)]
+    return options, words
 
 
 def _name_launch(environment: MutableMapping[str, str]) -> int:

@@ -74,6 +74,20 @@ def flags_of(parser: argparse.ArgumentParser) -> list[str]:
     return [action.dest for action in parser._actions if action.dest != "help"]
 
 
+def refuse_two_values(short: Mapping[str, tuple[str, Any]], words: Sequence[str], also: Sequence[str]) -> None:
+    """Refuse a flag of the recipe, in whichever form, that differs from the verb's own flag for the same key.
+
+    ``short`` holds by key of the recipe the verb's flag and the value that it gives; for ``also`` see ``load_recipe``.
+    """
+    from lit_fsdp.config.parser import read_command_line, values_of_flags
+
+    given = values_of_flags(read_command_line(words), also)
+    for key, (flag, value) in short.items():
+        beside = given.get(key)
+        fits = beside in (None, "auto", -1) or str(beside) == str(value)
+        require(fits, flag, f"{value} with --{key} {beside}", "one of the two, or one value", f"drop --{key}")
+
+
 def run_one_of(name: str, verbs: Mapping[str, tuple[str, Callable[[Sequence[str]], int]]], argv: Sequence[str]) -> int:
     """Run the verb that ``argv`` begins with, of those below ``lit-fsdp name``, and return its exit code.
 

@@ -45,13 +45,16 @@ def _loaded(
     parser: argparse.ArgumentParser, words: list[str], ranks: int | None, nodes: int | None, flag: str
 ) -> LoadedRecipe:
     """The recipe, on other ranks than its own where they are given by ``flag``, with our own model and strategy."""
+    also = parsing.flags_of(parser)
     require(ranks or not nodes, "--nodes", f"{nodes} without {flag}", "both, or neither", f"add {flag} N")
     if ranks is not None:
         nodes = nodes or 1
         spread = ranks >= nodes >= 1 and ranks % nodes == 0
         require(spread, "--nodes", f"{nodes} for {ranks} ranks", f"a divisor of {ranks}, both >= 1")
-        words = [*words, f"--trainer.devices={ranks // nodes}", f"--trainer.num_nodes={nodes}"]
-    loaded = load_recipe(words, "audit", parsing.flags_of(parser))
+        short = {"trainer.devices": (flag, ranks // nodes), "trainer.num_nodes": ("--nodes", nodes)}
+        parsing.refuse_two_values(short, words, also)
+        words = [*words, *(f"--{key}={value}" for key, (_, value) in short.items())]
+    loaded = load_recipe(words, "audit", also)
     run = loaded.run
     fix = f"add {flag} N to the command"
     require(run.world_size, "trainer.devices", run.trainer["devices"], "a number of ranks", fix)

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from lit_fsdp.commands.parsing import RECIPE, run_one_of, verb_parser
-from lit_fsdp.errors import ConfigError, require
+from lit_fsdp.commands.parsing import RECIPE, refuse_two_values, run_one_of, verb_parser
+from lit_fsdp.errors import ConfigError
 
 if TYPE_CHECKING:
     from lit_fsdp.config.run import RunConfig
@@ -74,15 +74,14 @@ def _planned(options: argparse.Namespace, rest: list[str]) -> tuple[Job, RunConf
     from lit_fsdp.config.parser import load_recipe
     from lit_fsdp.launch.slurm_job import plan_job
 
-    given = {f"slurm.{name}": getattr(options, name) for name in _FLAGS}
-    words = {f"slurm.{name}": name for name in _FLAGS}
+    short = {f"slurm.{name}": (f"--{name}", getattr(options, name)) for name in _FLAGS}
     for name, (own, trainers) in _SIZES.items():
-        size = getattr(options, name)
-        given |= {own: size, trainers: size or None}  # no GPUs: trainer.devices is the number of processes
-        words |= {own: name, trainers: name}
-    _compare({key: (f"--{words[key]}".replace("_", "-"), value) for key, value in given.items()}, rest)
-    flags = [word for key, value in given.items() if value is not None for word in (f"--{key}", str(value))]
+        flag, size = f"--{name.replace('_', '-')}", getattr(options, name)
+        short |= {own: (flag, size), trainers: (flag, size or None)}  # no GPUs: trainer.devices is that of processes
+    short = {key: one for key, one in short.items() if one[1] is not None}
     also = [f"--{name.replace('_', '-')}" for name in vars(options)]
+    refuse_two_values(short, rest, also)
+    flags = [word for key, (_, value) in short.items() for word in (f"--{key}", str(value))]
     loaded = load_recipe([*rest, *flags], "fit", also)
     trainer, slurm = loaded.run.trainer, loaded.run.slurm
     for own, trainers in _SIZES.values():  # a fragment for a cluster may say it for recipes that do not
@@ -94,26 +93,6 @@ def _planned(options: argparse.Namespace, rest: list[str]) -> tuple[Job, RunConf
 
     values = resolved_recipe([*rest, *flags], "fit")  # what only Lightning knows to be wrong is refused here too
     return plan_job(run, values.get("ckpt_path")), run, values
-
-
-def _compare(given: dict[str, tuple[str, Any]], rest: list[str]) -> None:
-    """Refuse a flag of the recipe that differs from the short one for it, and say which value of a file is replaced."""
-    from lit_fsdp.config.parser import read_command_line
-
-    line = read_command_line(rest)
-    for key, (flag, value) in given.items():
-        if value is None:
-            continue
-        section, _, name = key.partition(".")
-        parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-        parser.add_argument(f"--{key}", dest="beside")
-        beside = parser.parse_known_args(line.words)[0].beside
-        told = f"{value} with --{key} {beside}"
-        require(beside in (None, str(value), "auto", "-1"), flag, told, "one of the two, or one value", f"drop --{key}")
-        files = [content[section].get(name) for content in line.contents if isinstance(content.get(section), dict)]
-        old = next((one for one in reversed(files) if one is not None), None)
-        if old not in (None, "auto", -1) and str(old) != str(value):
-            print(f"{key}: {old} → {value}, by {flag}", file=sys.stderr)
 
 
 def checkpoint_bytes(run: RunConfig) -> int | None:

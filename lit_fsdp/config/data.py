@@ -41,9 +41,6 @@ class TurnsConfig:
         for theirs, ours in (self.roles or {}).items():
             fix = f"write {{{ours}: {theirs}}}" if theirs in ROLES else ""
             require(ours in (*ROLES, CALL), f"roles.{theirs}", ours, f"one of {', '.join((*ROLES, CALL))}", fix)
-        for ours, theirs in self.keys.items():
-            is_own = [*self.keys.values()].count(theirs) == 1
-            require(is_own, ours, theirs, "another key of the source than for our other keys")
 
     @property
     def keys(self) -> dict[str, str]:

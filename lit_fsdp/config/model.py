@@ -115,7 +115,7 @@ class LoraConfig:
     """Names of modules trained whole beside the adapters and kept with them, e.g. [lm_head]."""
     peft_args: dict[str, Any] | None = None
     """Further arguments of peft.LoraConfig: layers_to_transform, layers_pattern, exclude_modules, rank_pattern,
-    alpha_pattern."""
+    alpha_pattern, init_lora_weights: gaussian."""
     quantize: Literal["nf4"] | None = None
     """nf4: keep the linear layers of the base, but the head, in 4 bits (QLoRA)."""
     double_quantization: bool = False
@@ -146,15 +146,14 @@ class LoraConfig:
         """Raise ConfigError where the adapters of a checkpoint are of another rank or scale, or over another base."""
         model = manifest.extra.get("model", {})
         saved = {**(model.get("adapter") or {}), **(model.get("base") or {})}
-        for name in ("r", "alpha", "use_rslora", "quantize", "double_quantization"):
-            now = getattr(self, name)
-            before = saved.get("lora_alpha" if name == "alpha" else name, now)
+        own = {name: getattr(self, name) for name in ("r", "alpha", "use_rslora", "quantize", "double_quantization")}
+        own |= {
+            f"peft_args.{name}": (self.peft_args or {}).get(name) or {} for name in ("rank_pattern", "alpha_pattern")
+        }
+        for name, now in own.items():
+            before = saved.get("lora_alpha" if name == "alpha" else name.removeprefix("peft_args."), now)
             allowed = f"{before}, as in {manifest.folder}: it is a part of the model"
             require(now == before, f"model.lora.{name}", now, allowed, f"set {name}: {before}, or begin a new run")
-        for name in ("rank_pattern", "alpha_pattern"):
-            now, before = (self.peft_args or {}).get(name) or {}, saved.get(name) or {}
-            allowed = f"{before}, as in {manifest.folder}: it is a part of the model"
-            require(now == before, f"model.lora.peft_args.{name}", now, allowed, "set it so, or begin a new run")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -127,9 +127,8 @@ def _short(section: Any) -> tuple[str | None, Any]:
     path, inner = section.get("class_path", ""), section.get("init_args") or {}
     if not isinstance(path, str) or not isinstance(inner, dict):
         return None, section
-    return path or None, {
-        key: value for key, value in section.items() if key not in ("class_path", "init_args")
-    } | inner
+    beside = {key: value for key, value in section.items() if key not in ("class_path", "init_args")}
+    return path or None, beside | inner
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -330,9 +329,9 @@ def _recipe_parser(foreign: frozenset[str], takes_pairs: bool) -> ArgumentParser
     return parser
 
 
-def parse(parser: ArgumentParser, words: Sequence[str], known: Iterable[str] = ()) -> Namespace:
+def parse(parser: ArgumentParser, words: Sequence[str], known: Iterable[str] = (), defaults: bool = True) -> Namespace:
     """Parse ``words``; the parser's errors become ours, with the nearest of its keys and those ``known``."""
-    return _translated(parser, lambda: parser.parse_args(list(words)), known)
+    return _translated(parser, lambda: parser.parse_args(list(words), defaults=defaults), known)
 
 
 def _translated(parser: ArgumentParser, read: Callable[[], Namespace], known: Iterable[str] = ()) -> Namespace:
@@ -498,10 +497,7 @@ def load_recipe(argv: Sequence[str], verb: str, also: Sequence[str] = ()) -> Loa
     """
     line = read_command_line(argv)
     require(not line.print_config, "--print_config", "with this verb", "fit", "lit-fsdp fit ... --print_config")
-    foreign, takes_pairs = line.kinds
-    parser = recipe_parser(foreign, takes_pairs)
-    use_loader("model" not in foreign, line.in_short)
-    parsed = parse(parser, line.short_words("model" not in foreign), also)
+    parsed, foreign, takes_pairs = _parsed(line, also), *line.kinds
     parsed.pop("config", None)
     model, data = (None if name in foreign else parsed[name] for name in OWN_CLASSES)
     strategy = None if "trainer.strategy" in foreign else parsed[STRATEGY]
@@ -525,6 +521,19 @@ def load_recipe(argv: Sequence[str], verb: str, also: Sequence[str] = ()) -> Loa
             values[name] = {"class_path": path, "init_args": values[name]}
     values["trainer"] = {key: value for key, value in values["trainer"].items() if value is not None}
     return LoadedRecipe(run, values, line.files)
+
+
+def values_of_flags(line: CommandLine, also: Sequence[str] = ()) -> dict[str, Any]:
+    """The values that the flags of a command line give, by full key, however they are written."""
+    flags = dataclasses.replace(line, words=line.words[len(line.files) :])
+    return dict(leaves(_plain(_parsed(flags, also, defaults=False))))
+
+
+def _parsed(line: CommandLine, also: Sequence[str], defaults: bool = True) -> Namespace:
+    foreign, takes_pairs = line.kinds
+    parser = recipe_parser(foreign, takes_pairs)
+    use_loader("model" not in foreign, line.in_short)
+    return parse(parser, line.short_words("model" not in foreign), also, defaults)
 
 
 def complete(

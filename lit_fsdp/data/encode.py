@@ -22,13 +22,14 @@ from lit_fsdp.data.formats import (
     to_conversation,
 )
 from lit_fsdp.data.masks import Encoded, Span, SpanEncoder, added_tokens, sample
-from lit_fsdp.data.turns import AssistantTurns, Unwritten, supervised_turns
+from lit_fsdp.data.turns import AssistantTurns, Found, Unwritten, supervised_turns
 from lit_fsdp.errors import ConfigError, DataError, require
 
-_VERSION = 6
+_VERSION = 7
 """Raised with changes here or below that give the same rows other tokens or masks."""
 CUT, TOO_LONG = "cut before the assistant's turn", "longer than max_seq_length"
 EMPTY, NOTHING_LEFT = "empty", "without a supervised token"
+_TEMPLATE = "data.chat_template: chatml"
 _SPLITS_TURNS = ("data.split_turns", "true")
 
 
@@ -117,7 +118,7 @@ class RowEncoder:
         assert self._turns is not None
         conversation = _without_flags(conversation)
         text, _ = self._template.render(conversation, location, generation_prompt=True)
-        self._allowed(self._turns.unwritten(conversation, text, generation_prompt=True), location)
+        self._allowed(self._turns.unwritten(conversation, text, generation_prompt=True), location, _TEMPLATE)
         ids = self._spans.encode([text], [[]], [location])[0][0]
         self._check_ids(ids, location)
         return ids
@@ -147,6 +148,8 @@ class RowEncoder:
     ) -> tuple[list[_Part], tuple[str, ...]]:
         """A row as one text, or with ``data.split_turns`` one up to each supervised turn, and what they lack of it."""
         whole, splits = self._config.train_on_prompt, self._config.split_turns
+        is_preference = row_format == "preference"
+        row_format = "prompt_completion" if is_preference else row_format
         if row_format == "text":
             text = text_of(row, "text", location)
             return [_Part(text, [(0, len(text))], location, True)] if text else [], ()
@@ -160,22 +163,34 @@ class RowEncoder:
         conversation = to_conversation(row, row_format, location, supervises_prompt=whole)
         wanted = supervised_turns(conversation.messages, self._config.supervise, whole, location)
         seen = _without_flags(conversation)
-        if splits:
-            upto = [replace(seen, messages=seen.messages[: turn + 1]) for turn in wanted]
-            found = [self._turns.find_last(one, location) for one in upto]
-        else:
-            found = [self._turns.find(seen, wanted, location)]
+        found = self._by_turn(seen, wanted, location) if splits else [self._turns.find(seen, wanted, location)]
         unwritten = dict.fromkeys(one for *_, lacks in found for one in lacks)  # once, however many samples lack it
-        return [_Part(text, spans, location) for text, spans, _ in found], self._allowed(unwritten, location)
+        fix = _TEMPLATE
+        if unwritten and not (splits or whole or is_preference) and self._splitting_helps(seen, wanted, location):
+            fix += ", data.split_turns: true"
+        return [_Part(text, spans, location) for text, spans, _ in found], self._allowed(unwritten, location, fix)
 
-    def _allowed(self, unwritten: Iterable[Unwritten], location: str) -> tuple[str, ...]:
+    def _by_turn(self, conversation: Conversation, wanted: Sequence[int], location: str) -> list[Found]:
+        assert self._turns is not None
+        messages = conversation.messages
+        upto = [replace(conversation, messages=messages[: turn + 1]) for turn in wanted]
+        return [self._turns.find_last(one, location) for one in upto]
+
+    def _splitting_helps(self, conversation: Conversation, wanted: Sequence[int], location: str) -> bool:
+        try:
+            found = self._by_turn(conversation, wanted, location)
+        except DataError:  # of a part of the conversation; what is wrong with all of it is said
+            return False
+        return bool(found) and not any(lacks for *_, lacks in found)
+
+    def _allowed(self, unwritten: Iterable[Unwritten], location: str, fix: str) -> tuple[str, ...]:
         """Roles of texts that the template does not write, or DataError."""
         names = ", ".join(name for name, _ in unwritten)
         if names and self._config.unwritten_text == "error":
             raise DataError(
                 f"{location}: the chat template does not write {names}, or not whole\n"
                 "  allowed: rows whose texts it writes; others with data.unwritten_text: allow\n"
-                "  fix:     data.chat_template: chatml, data.split_turns: true (Mistral), or data.on_bad_row: drop"
+                f"  fix:     {fix}, or data.on_bad_row: drop"
             )
         return tuple(kind for _, kind in unwritten)
 
@@ -195,7 +210,7 @@ class RowEncoder:
             raise ConfigError("data.train_on_prompt", "true", allowed, "drop it")
         sides = [side for row, at in zip(rows, locations, strict=True) for side in preference_sides(row, at)]
         names = [f"{location}: {name}" for location in locations for name in ("chosen", "rejected")]
-        whole, found = self._whole(sides, "prompt_completion", names), []
+        whole, found = self._whole(sides, "preference", names), []
         for i in range(0, len(sides), 2):
             ([one], unwritten), ([other], more) = whole[i : i + 2]
             chosen, rejected = self._cut(one, names[i], other), self._cut(other, names[i + 1], one)

@@ -96,8 +96,7 @@ def plan_items(rows: TokenizedRows, split: str, config: DataConfig) -> Samples:
     if config.val_split is not None and split in ("train", "val"):
         kept = _held_out(rows, config.val_split) == (split == "val")
     # a pack of a mix, or of a set, has rows of one source
-    is_apart = weights or sets
-    borders = np.cumsum([0, *(source["rows"] for source in sources)]) if is_apart else np.array([0, len(rows)])
+    borders = np.cumsum([0, *(source["rows"] for source in sources)]) if weights or sets else np.array([0, len(rows)])
     ids: list[np.ndarray] = []
     offsets, groups = [np.zeros(1, dtype=np.int64)], []
     for start, end in pairwise(borders.tolist()):

@@ -109,8 +109,10 @@ class AssistantTurns:
         *before, _ = conversation.messages
         text, spans, lacks = self.find(conversation, [len(before)], location)
         asked, start = self._template.text_of(conversation, before, generation_prompt=True) or "", spans[0][0]
+        last = before[-1]["content"].strip() if before else ""
+        tails = [self._tail(text[:start]), f"{last}{text[:start].rpartition(last)[2]}" if last else ""]
         for prompt in (asked, asked.rpartition("<think>")[0]):  # whose thoughts the turn may show otherwise
-            if self._tail(prompt) == self._tail(text[:start]) != "":
+            if any(tail and prompt.endswith(tail) for tail in tails):
                 if prompt != text[:start]:
                     lacks = self.unwritten(replace(conversation, messages=before), asked, generation_prompt=True)
                 moved = len(prompt) - start
@@ -125,8 +127,8 @@ class AssistantTurns:
         """
         messages, tools = conversation.messages, conversation.tools or []
         said = {i: m["content"] for i, m in enumerate(messages) if m["role"] != "assistant" and m["content"].strip()}
-        names = [(tool.get("function") or {}).get("name") for tool in tools]
-        said |= {i: str(name) for i, name in enumerate(names, len(messages)) if name}
+        schemas = dict(enumerate((tool.get("function") or {} for tool in tools), len(messages)))
+        said |= {i: f"{one['name']} {one.get('description') or ''}" for i, one in schemas.items() if one.get("name")}
 
         def lost(numbers: Collection[int]) -> set[int] | None:
             marked = _with_ends(conversation, numbers)
@@ -139,7 +141,8 @@ class AssistantTurns:
             alone = {i: lost([i]) for i in said}
             found = {i for i, one in alone.items() if (_is_missing(said[i], text) if one is None else one)}
         named = [(i, messages[i]["role"] if i < len(messages) else "tools") for i in sorted(found)]
-        return [(f"tool {said[i]}" if kind == "tools" else f"message {i} ({kind})", kind) for i, kind in named]
+        names = {i: f"tool {one.get('name')}" for i, one in schemas.items()}
+        return [(names.get(i, f"message {i} ({kind})"), kind) for i, kind in named]
 
     def _tail(self, text: str) -> str:
         """A text from its last special token on; nothing without one."""
@@ -332,7 +335,7 @@ def _with_tags(message: Message, index: int, strips: bool) -> Message:
 
 
 def _with_ends(conversation: Conversation, numbers: Collection[int]) -> Conversation:
-    """The conversation with marks at both ends of some texts, and behind names of tools, which are numbered on."""
+    """The conversation with marks at both ends of some texts; of tools, numbered on, behind name and description."""
     messages, tools = list(conversation.messages), list(conversation.tools or [])
     for i in numbers:
         first, last = f"zq{i}xa", f"zq{i}xz"
@@ -342,8 +345,10 @@ def _with_ends(conversation: Conversation, numbers: Collection[int]) -> Conversa
             messages[i] = {**messages[i], "content": _in_front(first, text) + last + behind}
         else:
             tool = tools[i - len(messages)]
-            named = {**tool["function"], "name": f"{tool['function']['name']}{first}{last}"}
-            tools[i - len(messages)] = {**tool, "function": named}
+            marked = {**tool["function"], "name": f"{tool['function']['name']}{first}"}
+            end = "description" if marked.get("description") else "name"
+            marked[end] = f"{marked[end]}{last}"
+            tools[i - len(messages)] = {**tool, "function": marked}
     return replace(conversation, messages=messages, tools=conversation.tools and tools)
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +12,14 @@ from torch import nn
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 from transformers.dynamic_module_utils import custom_object_save
 
-from lit_fsdp.errors import ConfigError, require
+from lit_fsdp.errors import require
 from lit_fsdp.models.hub import reading
 from lit_fsdp.models.tokenizers import end_of_turn_id, pad_id
 from lit_fsdp.models.weights import ModelSource
 
 GENERATION = "generation_config.json"
 """What a model generates with."""
+_KEPT = "leave out what cannot be written to a file, as every checkpoint keeps it"
 
 
 def model_files(
@@ -38,9 +38,9 @@ def model_files(
     generation = generation_values(source.weights_folder, getattr(model, "generation_config", None))
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
-        with _saving("model.name", type(source.hf_config).__name__):
+        with reading(type(source.hf_config).__name__, fix=_KEPT):
             (folder / "config.json").write_bytes(_config_bytes(source.hf_config, folder))
-        with _saving("model.tokenizer", source.tokenizer_source):
+        with reading(f"tokenizer {source.tokenizer_source}", "model.tokenizer", _KEPT):
             tokenizer.save_pretrained(folder)
         if generation is not None:
             if generation.get("pad_token_id") is None:
@@ -66,7 +66,7 @@ def generation_values(folder: Path | None, live: GenerationConfig | None) -> dic
     stored = _json_object(folder / "config.json") if folder is not None else {}
     # older models have sampling values there, which a config in memory drops
     own = {key: stored[key] for key in GenerationConfig().to_dict() if stored.get(key) is not None}
-    with _saving("model.name", "its generation config"):
+    with reading("its generation config", fix=_KEPT):
         return {**json.loads(live.to_json_string()), **own}
 
 
@@ -84,15 +84,6 @@ def _config_bytes(config: PretrainedConfig, folder: Path) -> bytes:
     values = json.loads(config.to_json_string())
     values.pop("transformers_weights", None)  # names a file of the base
     return json_bytes(values)
-
-
-@contextlib.contextmanager
-def _saving(field: str, what: str | None) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:  # whatever classes of somebody else raise
-        given = f"{what}, which cannot be saved ({type(error).__name__}: {' '.join(str(error).split())[:300]})"
-        raise ConfigError(field, given, "what can be written to a file, as every checkpoint keeps it") from error
 
 
 def json_bytes(content: object) -> bytes:

@@ -90,7 +90,7 @@ def _is_read(name: str) -> bool:
 def reading(
     source: Path | str, field: str = "model.name", fix: str = "check that the files are whole"
 ) -> Iterator[None]:
-    """Inside, what transformers raises about a model or its config becomes a ConfigError that names the source."""
+    """Inside, what transformers raises about a model or a part of one becomes a ConfigError that names the source."""
     try:
         yield
     except _UNREADABLE as error:
@@ -98,4 +98,4 @@ def reading(
             missing = "'lit-fsdp[gguf]'" if "gguf" in str(error).lower() else error.name
             fix = f"pip install {missing}" if missing else "install the package that it names"
         given = f"{source} ({type(error).__name__}: {' '.join(str(error).split())[:300]})"
-        raise ConfigError(field, given, "what transformers can read", fix) from error
+        raise ConfigError(field, given, "what transformers can read and save", fix) from error

@@ -33,8 +33,9 @@ _ADAPTER_PARTS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "l
 class LoraWeights:
     """Where the tensors of a model with adapters come from: the base as ever, the adapters from (seed, name).
 
-    ``A`` is random as a linear layer's weight is, ``B`` is zero, so that the first loss is the base model's. (In an
-    embedding ``A`` is zero and ``B`` random, as in peft.) DoRA's lengths are those of the base weights.
+    ``A`` is random as a linear layer's weight is (or gaussian, as peft's is then), ``B`` is zero, so that the first
+    loss is the base model's. (In an embedding ``A`` is zero and ``B`` random, as in peft.) DoRA's lengths are those of
+    the base weights.
 
     ``base`` are the weights before :func:`apply_lora`, ``model`` is what it made, on meta and not wrapped yet; a base
     is quantized on ``device``, one module at a time.
@@ -43,6 +44,8 @@ class LoraWeights:
     def __init__(self, base: Weights, model: nn.Module, seed: int, device: torch.device | None = None) -> None:
         self._base, self._seed, self._device = base, seed, device or torch.device("cpu")
         self._modules = dict(model.named_modules())
+        settings: Any = model.peft_config
+        self._is_gaussian = settings[_ADAPTER].init_lora_weights == "gaussian"
 
     def read(self, module_name: str, module: nn.Module, attribute: str, rows: slice | None = None) -> torch.Tensor:
         """As :meth:`lit_fsdp.models.weights.Weights.read`, by the names of the model with adapters.
@@ -62,7 +65,9 @@ class LoraWeights:
         else:
             values = torch.zeros(getattr(self._modules[module_name], attribute).shape)
             with seeded(self._seed, module_name):
-                if part == "lora_A":
+                if part == "lora_A" and self._is_gaussian:
+                    nn.init.normal_(values, std=1 / len(values))
+                elif part == "lora_A":
                     nn.init.kaiming_uniform_(values, a=math.sqrt(5))
                 elif part == "lora_embedding_B":
                     nn.init.normal_(values)
@@ -89,10 +94,7 @@ def apply_lora(model: PreTrainedModel, config: LoraConfig, base: str | None = No
         _check_names(model, "target_modules", config.target_modules, layers)
     elif targets is not None and targets == config.target_modules:
         found = [name for name, _ in model.named_modules() if re.fullmatch(targets, name)]
-        given, fix = (
-            f"{targets!r}, a regular expression that fits no whole name",
-            f"write [{targets}], or '.*{targets}'",
-        )
+        given, fix = f"{targets!r}, which fits no whole name", f"write [{targets}], or '.*{targets}'"
         require(found, f"{_PATH}.target_modules", given, f"names such as {linears[0]}", fix)
         _check_names(model, "target_modules", found, layers)
     _check_names(model, "modules_to_save", config.modules_to_save or [], layers)
@@ -134,11 +136,12 @@ def _peft_args(config: LoraConfig, peft: Any) -> dict[str, Any]:
         field, near = f"{_PATH}.peft_args.{name}", difflib.get_close_matches(name, defaults, n=1)
         fix = f"write {near[0]}" if near else "drop it"
         require(name in defaults, field, "an argument that peft.LoraConfig has not", ", ".join(_HANDED), fix)
-        if name in _HANDED:
+        if name in _HANDED or (name, value) == ("init_lora_weights", "gaussian"):
             found[name] = value
             continue
         given = f"{value!r}: what it changes is not initialized, sharded, kept in checkpoints or exported right here"
         instead = {"trainable_token_indices": "use model.add_tokens", "bias": "name modules in modules_to_save"}
+        instead["init_lora_weights"] = "write true or gaussian"
         require(value == defaults[name], field, given, ", ".join(_HANDED), instead.get(name, "drop it"))
     return found
 

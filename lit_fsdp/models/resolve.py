@@ -173,6 +173,10 @@ def _keep_rope(config: PretrainedConfig, values: Mapping[str, Any], where: str) 
             _keep_rope(inner, part, f"{where}: {name}")
     saved, added = values.get("rope_parameters"), values.get("rope_scaling")
     live = getattr(config, "rope_parameters", None)
+    own, theta = (saved or {}).get("rope_theta"), values.get("rope_theta")
+    given = f"{where} with rope_theta {theta} beside rope_parameters of {own}"
+    fits = added or None in (own, theta) or own == theta
+    require(fits, _FIELD, given, "one theta", "write rope_theta into rope_parameters, and drop the other")
     if not (saved and added and isinstance(live, dict)):
         return
     is_flat, was_flat = (not any(isinstance(one, Mapping) for one in part.values()) for part in (added, saved))

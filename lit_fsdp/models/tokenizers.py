@@ -164,9 +164,8 @@ def _gguf_tokenizer(file: Path) -> PreTrainedTokenizerBase:
         # transformers < 5.18 swaps these two, and adds neither: delete when the minimum is 5.18
         for name, value in held.items():
             setattr(tokenizer, name, value)
-        tokenizer.add_bos_token = (
-            "tokenizer.ggml.add_bos_token" in fields and fields["tokenizer.ggml.add_bos_token"].contents()
-        )
+        adds = fields.get("tokenizer.ggml.add_bos_token")
+        tokenizer.add_bos_token = adds is not None and adds.contents()
     length = fields[f"{fields['general.architecture'].contents()}.context_length"]
     tokenizer.model_max_length = int(length.contents())
     return tokenizer

@@ -31,15 +31,12 @@ _EXPERT_PARTS = {  # what a tensor of all experts is made of where each is store
     "down_proj": (("down_proj",), ("w2",)),
 }
 
-_QUANTIZED = {  # by a part of the name of a tensor that no plain model has
-    "bitsandbytes": r"\.(quant_state\.|absmax|nested_absmax|quant_map|SCB$)",
-    "GPTQ": r"\.g_idx$",
-    "AWQ or GPTQ": r"\.(qweight|qzeros)$",
-    "MXFP4": r"_(blocks|scales)$",
-    "fp8 or int8": r"\.((weight|input|output)_scale(_inv)?|weight_zero_point)$",
-    "packed by compressed-tensors": r"\.weight_(packed|shape|global_scale)$",
-    "packed by another library": r"(\.(W_q|codes|codebooks|scales|weight_scales)|\._data|_qdata)$",
-}
+# a part of the name of a tensor that no plain model has: bitsandbytes, GPTQ, AWQ, MXFP4, fp8, HQQ, torchao and others
+_QUANTIZED = re.compile(
+    r"\.(quant_state\.|absmax|nested_absmax|quant_map|SCB$|g_idx$|qweight$|qzeros$|W_q$|codes$|codebooks$|scales$)"
+    r"|_(blocks|scales)$|\.((weight|input|output)_scale(s|_inv)?|weight_(zero_point|packed|shape|global_scale))$"
+    r"|(\._data|_qdata)$"
+)
 
 
 @dataclass(frozen=True)
@@ -270,11 +267,10 @@ def match_names(model: PreTrainedModel, tensors: dict[str, Stored]) -> Match:
 
 def refuse_quantized(source: Path, unexpected: Iterable[str]) -> None:
     """Refuse weights that are quantized, whatever config.json says, by the names of tensors that the model lacks."""
-    for name in sorted(unexpected):
-        kind = next((kind for kind, pattern in _QUANTIZED.items() if re.search(pattern, name)), None)
-        fix = "start from the model's bf16 or fp32 version; model.lora.quantize: nf4 quantizes it while it is read"
-        given = f"{source}, which is quantized ({kind}: it holds {name})"
-        require(kind is None, "model.name", given, "weights that can be trained", fix)
+    name = next((name for name in sorted(unexpected) if _QUANTIZED.search(name)), None)
+    fix = "start from the model's bf16 or fp32 version; model.lora.quantize: nf4 quantizes it while it is read"
+    given = f"{source}, which is quantized: it holds {name}"
+    require(name is None, "model.name", given, "weights that can be trained", fix)
 
 
 def _may_be_stored_as(model: PreTrainedModel, name: str) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
 import os
 from collections import Counter
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from lit_fsdp.config.model import OptimConfig, schedule_factor
 from tests.dist.elastic_jobs import ROWS, STEPS_PER_EPOCH
 from tests.dist.forks import on_ranks
 from tests.dist.reference import save_tiny
+from tests.unit.data.conversations import say
 
 MIDDLE, END = 3, STEPS_PER_EPOCH  # of the first epoch; its last global batch is short
 AFTER = 20 if os.environ.get("LIT_FSDP_LONG") else 8  # steps that are compared, into the second epoch and the third
@@ -71,7 +73,8 @@ def go(tiny_model: Path, dropout_model: Path, gpt2: Path) -> Callable[..., Resul
             strategy["replicate_degree"] = 2
         model = gpt2 if kind == "gpt2" else dropout_model if dropout else tiny_model
         job = {"folder": model, "kind": "ours" if kind == "gpt2" else kind, "strategy": strategy, "steps": steps}
-        job |= {"micro": choices["micro"], "run": folder, "data": {"num_workers": choices.get("num_workers", 0)}}
+        job |= {"micro": choices["micro"], "run": folder}
+        job["data"] = {"num_workers": choices.get("num_workers", 0), **choices.get("data", {})}
         return on_ranks("elastic_run", choices["ranks"], **job, **more)
 
     return run
@@ -177,6 +180,21 @@ def test_the_middle_of_an_accumulation(go: Callable[..., Results], tmp_path: Pat
     for before, now in zip(uncut, after, strict=True):
         assert now["rows"] == before["rows"][4:]
         assert (now["losses"], now["digest"]) == (before["losses"][1:], before["digest"])
+
+
+def test_turns_that_are_samples_of_their_own(go: Callable[..., Results], tmp_path: Path) -> None:
+    """Without those of ``val_split`` each is seen once per epoch, on other ranks in the same global batches."""
+    talks = [say(*(part for turn in range(1 + n % 3) for part in (f"u:{n}", f"a:{turn}"))) for n in range(20)]
+    rows = "\n".join(json.dumps({"messages": talk}) for talk in talks * 2)
+    (tmp_path / "rows.jsonl").write_text(rows)
+    data = {"train": str(tmp_path / "rows.jsonl"), "split_turns": True, "val_split": 6, "max_seq_length": 64}
+    two = go(tmp_path / "two", {**FOUR, "data": data}, save_at=[2], kind="ours", steps=9)
+    path = tmp_path / "two" / "checkpoints" / "step-00000002"
+    one = go(tmp_path / "one", {**FOUR, "ranks": 1, "micro": 4, "data": data}, ckpt_path=path, kind="ours", steps=9)
+    batches = global_batches(two)
+    assert global_batches(one) == {step: rows for step, rows in batches.items() if step >= 2}
+    assert one[0]["losses"] == pytest.approx(two[0]["losses"][2:], rel=1e-4)
+    assert sorted(itertools.chain(*(batches[step] for step in range(8)))) == list(range(62))  # 78, and 16 of validation
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from tensorboard.backend.event_processing import plugin_event_accumulator
 from tensorboard.util import tensor_util
 
-from lit_fsdp.callbacks.loggers import RunCSVLogger, go_on_logging
+from lit_fsdp.callbacks.loggers import RunCSVLogger, RunWandbLogger, go_on_logging
 
 
 def rows(folder: Path) -> list[dict[str, str]]:
@@ -125,6 +125,45 @@ def test_the_page_of_tensorboard_hides_the_lost_steps(tmp_path: Path):
     events.Reload()
     found = [(event.step, float(tensor_util.make_ndarray(event.tensor_proto))) for event in events.Tensors("loss")]
     assert found == [*((step, step) for step in range(5)), (5, 15), (6, 26), (7, 27)]
+
+
+class _Offline(RunWandbLogger):
+    """With a run that keeps rows as wandb 0.31 does: a call without a step ends the row."""
+
+    def __init__(self) -> None:
+        self._wandb_init, self._prefix, self.rows, self.step, self.offline = {}, "", {}, 0, True
+
+    experiment: Any = property(lambda self: self)
+
+    def log(self, metrics: dict[str, Any], step: int | None = None) -> None:
+        assert (step or self.step) >= self.step
+        self.step = self.step if step is None else step
+        self.rows.setdefault(self.step, {}).update(metrics)
+        self.step += step is None
+
+
+def test_the_folders_of_wandb_offline_go_on_at_the_steps_of_the_run():
+    init = Namespace(id=None)
+    board = Namespace(class_path="lightning.pytorch.loggers.WandbLogger", init_args=init)
+    go_on_logging({"logger": board}, Path(), 10)
+    assert (board.class_path, init.id) == ("lit_fsdp.callbacks.loggers.RunWandbLogger", None)
+    logger = _Offline()
+    for metrics, step in (({"a": 1}, 10), ({"val": 2}, 10), ({"a": 3}, 12)):
+        logger.log_metrics(metrics, step)
+    for word in ("x", "y"):  # by the module itself
+        logger.log({word: 1})
+    logger.log_metrics({"a": 4}, 13)
+    of = "trainer/global_step"
+    assert logger.rows == {
+        10: {"a": 1, "val": 2, of: 10},
+        12: {"a": 3, "x": 1, of: 12},
+        13: {"y": 1},
+        14: {"a": 4, of: 13},
+    }
+    online = _Offline()
+    online.offline = False
+    online.log_metrics({"a": 5}, 20)  # W&B goes on by itself there
+    assert online.rows == {0: {"a": 5, of: 20}}
 
 
 def test_the_store_of_mlflow_is_tried_again_a_few_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

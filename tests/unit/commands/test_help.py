@@ -92,8 +92,7 @@ def test_bash_completes_verbs_keys_and_words(capsys: pytest.CaptureFixture[str])
 def test_torchao_says_nothing_about_a_gpu_that_this_torch_does_not_know_and_else_what_it_has_to_say():
     code = """
 import logging, torch
-from lit_fsdp.speak import quiet_imports
-quiet_imports()
+import lit_fsdp
 torch.version.cuda = None
 import transformers.quantizers.auto
 log = logging.getLogger("torchao")

@@ -153,7 +153,6 @@ def test_a_wrong_map_of_turns_is_refused(tmp_path: Path):
     assert sets is not None
     assert [source.turns for source in find_sources(sets)] == [entry.turns]
     for bad, said in [
-        ({"role": "who", "content": "who"}, r"role: got who\n  allowed: another key of the source"),
         ({"roles": {"bot": "asistant"}}, r"roles\.bot: .*asistant.*\n  allowed: one of system"),
         ({"roles": {"assistant": "bot"}}, r"roles\.assistant: (?s:.*)write {bot: assistant}"),
     ]:

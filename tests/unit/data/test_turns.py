@@ -231,11 +231,13 @@ def test_a_turn_stands_behind_the_prompt_of_inference(small: Any):
     )
     ended = "{% set ended = messages[-1].role == 'assistant' and not messages[-1].tool_calls %}" + unmarked(CHATML)
     ended = ended.replace("{{ m.content }}{% for c", "{{ '' if ended else m.thinking }}{{ m.content }}{% for c")
+    plain = late.replace("[INST]", "Q:").replace("[/INST]", " A:")  # which are no tokens of their own
     called = [*say("u:1"), {**_calls()[1], "thinking": "why"}, *_calls()[2:]]
     user = "<|im_start|>user\n1<|im_end|><|im_start|>assistant\n"
     look = 'why<tool_call>{"name": "look", "arguments": {"city": "Oslo"}}<|im_end|>'
     for template, messages, wanted in [
         (late, say("s:S", *FOUR), ["[INST] S1[/INST]⟦ 2</s>⟧", "[INST] 1[/INST] 2</s>[INST] S3[/INST]⟦ 4</s>⟧"]),
+        (plain, say("s:S", *FOUR), ["Q: S1 A:⟦ 2</s>⟧", "Q: 1 A: 2</s>Q: S3 A:⟦ 4</s>⟧"]),
         (ended, called, [f"{user}⟦{look}⟧",
          f"{user}{look}<|im_start|>tool\ncold<|im_end|><|im_start|>assistant\n⟦It is.<|im_end|>⟧"]),
     ]:  # fmt: skip
@@ -358,7 +360,10 @@ def test_a_template_that_does_something_else_is_refused(small: Any):
             encode(small, template, messages)
 
 
-TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {}}}, {"name": "find_it"}]
+TOOLS = [
+    {"type": "function", "function": {"name": "look", "parameters": {}}},
+    {"name": "find_it", "description": "Finds."},
+]
 
 
 def test_a_text_that_the_template_does_not_write_is_refused(small: Any):
@@ -378,6 +383,7 @@ def test_a_text_that_the_template_does_not_write_is_refused(small: Any):
         (no_tool, _calls(), None, "message 2 (tool)"),
         (CHATML, _calls(), TOOLS, "tool look, tool find_it"),
         (CHATML + "{{ tools[0] | tojson }}", talk, TOOLS, "tool find_it"),
+        (CHATML + "{% for t in tools %}{{ t.name or t.function.name }}{% endfor %}", talk, TOOLS, "tool find_it"),
         (cut, say("u:One. Two.", "a:1"), None, "message 0 (user)"),
         (kind, say("s:Be kind.", "u:x", "a:1"), None, "message 0 (system)"),
     ]:
@@ -385,13 +391,18 @@ def test_a_text_that_the_template_does_not_write_is_refused(small: Any):
         for whole in (False, True):
             encoder = encoder_of(small, DataConfig(train_on_prompt=whole), template)
             for _ in range(2):
-                with pytest.raises(DataError, match=rf"^a:1: the chat template does not write {re.escape(said)}, or"):
+                with pytest.raises(DataError, match=rf"^a:1: .* not write {re.escape(said)}, or") as error:
                     encoder.encode([row], "messages", ["a:1"])
+                # where it would help: an answer to a tool lacks the system's words at inference too
+                assert ("split_turns" in str(error.value)) == (template == NEMO and not (whole or tools))
             allowing = encoder_of(small, DataConfig(train_on_prompt=whole, unwritten_text="allow"), template)
             (found,) = allowing.encode([row], "messages", ["a:1"])
             assert (len(found.samples), len(found.unwritten)) == (1, len(names)), said
             assert encoder.text != allowing.text
     encoder, asked = encoder_of(small, DataConfig(), NEMO), Conversation(talk[:2])
+    pair = {"prompt": talk[:2], "chosen": talk[2:], "rejected": say("a:No.")}
+    with pytest.raises(DataError, match=r"fix:     data\.chat_template: chatml, or data\.on_bad_row: drop$"):
+        encoder.encode([pair], "preference", ["a:1"])
     assert small.decode(encoder.open_conversation(asked, "a:1")) == "[INST]Be kind.\n\nBe kind.[/INST]"
     with pytest.raises(DataError, match=r"^a:1: .* not write message 0 \(system\)"):
         encoder.open_conversation(Conversation(talk), "a:1")
@@ -417,6 +428,7 @@ def test_a_text_that_the_template_writes_in_its_own_way_is_no_loss(small: Any):
         for messages in talks:
             row = {"messages": messages, "tools": TOOLS}
             shows = template + "{{ tools | map(attribute='function.name') | join }}{{ tools[0].function.name | e }}"
+            shows += "{{ tools[1].function.description | upper }}"
             (found,) = encoder_of(small, DataConfig(train_on_prompt=True), shows).encode([row], "messages", ["a:1"])
             assert (found.unwritten, len(found.samples)) == ((), 1), (written, messages)
 

@@ -38,6 +38,18 @@ def test_the_first_logits_are_the_base_models(saved):
         assert all(".lora_A." in name or ".lora_B." in name for name in trained)
 
 
+def test_adapters_are_drawn_as_wide_as_pefts(saved):
+    folder = saved("llama")
+    for init, spread in (("gaussian", 1 / 8), (True, None)):
+        source, base, plain = opened(folder)
+        model = build_on_meta(source.hf_config, "eager")
+        lora = LoraConfig(r=8, target_modules=["q_proj", "up_proj"], peft_args={"init_lora_weights": init})
+        assert apply_lora(model, lora)["init_lora_weights"] == init
+        adapters = [p for n, p in fill(LoraWeights(base, model, 5), model).named_parameters() if ".lora_A." in n]
+        wanted = spread or (3 * plain.config.hidden_size) ** -0.5
+        assert torch.cat(adapters).std().item() == pytest.approx(wanted, rel=0.1)
+
+
 def test_names_that_cannot_be_meant_are_refused(tiny):
     for lora, field, text in (
         ({"target_modules": ["q_projj"]}, "target_modules", "'q_projj'"),
@@ -51,6 +63,7 @@ def test_names_that_cannot_be_meant_are_refused(tiny):
         ({"peft_args": {"rank_patern": {}}}, "peft_args.rank_patern", "write rank_pattern"),
         ({"peft_args": {"bias": "all"}}, "peft_args.bias", "name modules in modules_to_save"),
         ({"peft_args": {"init_lora_weights": "pissa"}}, "peft_args.init_lora_weights", "is not initialized"),
+        ({"peft_args": {"init_lora_weights": False}}, "peft_args.init_lora_weights", "write true or gaussian"),
         ({"peft_args": {"ensure_weight_tying": True}}, "peft_args.ensure_weight_tying", "drop it"),
         ({"peft_args": {"rank_pattern": {"k_proj": 3}}}, "peft_args", r"did not match .*'k_proj'"),
         ({"peft_args": {"layers_to_transform": [0, 9]}}, "peft_args.layers_to_transform", "no layer of that number"),

@@ -110,11 +110,9 @@ def test_names_that_cannot_be_used(tmp_path, saved, tiny, no_hub):
             _resolve(str(name) if isinstance(name, Path) else name, **options)
 
 
-QUANTIZED = {  # by a tensor beside the weight of a layer, which is packed then, or in fp8
-    "weight.quant_state.bitsandbytes__nf4": "bitsandbytes", "weight.absmax": "bitsandbytes", "SCB": "bitsandbytes",
-    "qweight": "GPTQ", "qzeros": "GPTQ", "scales": "packed", "weight_packed": "compressed-tensors", "_blocks": "MXFP4",
-    "weight_scale_inv": "fp8", "weight_scale": "fp8", "weight._data": "another library",
-}  # fmt: skip
+# a tensor beside the weight of a layer, which is packed then, or in fp8
+QUANTIZED = ("weight.quant_state.bitsandbytes__nf4", "weight.absmax", "SCB", "qweight", "qzeros", "scales", "_blocks")
+QUANTIZED += ("weight_packed", "weight_scale_inv", "weight_scale", "weight._data")
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "bin"])
@@ -122,7 +120,7 @@ def test_quantized_weights_are_called_so_without_a_word_in_the_config(saved, no_
     folder = saved("llama")
     whole = load_file(folder / "model.safetensors")
     name = "model.layers.0.self_attn.q_proj."
-    for word, library in QUANTIZED.items():
+    for word in QUANTIZED:
         tensors = whole | {f"{name}{word}".replace("proj._", "proj_"): torch.ones(4, dtype=torch.uint8)}
         if "scale_inv" not in word:  # whose weights have their shape
             tensors[f"{name}weight"] = torch.ones(8, 1, dtype=torch.uint8)
@@ -131,7 +129,7 @@ def test_quantized_weights_are_called_so_without_a_word_in_the_config(saved, no_
             torch.save(tensors, folder / "pytorch_model.bin")
         else:
             save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-        with pytest.raises(ConfigError, match=rf"model\.name: got .*, which is quantized \(.*{library}.*{name[:-1]}"):
+        with pytest.raises(ConfigError, match=rf"model\.name: got .*, which is quantized: .*{name[:-1]}"):
             _resolve(str(folder))
 
 
@@ -146,6 +144,7 @@ SCALED = (
     ("qwen2", PLAIN, {"rope_scaling": {"type": "linear", "factor": 8.0}}, {**PLAIN, **LINEAR}),
     ("llama", {**PLAIN, **LINEAR}, {"rope_scaling": YARN}, {**PLAIN, **YARN}),
     ("llama", PLAIN, {"rope_scaling": YARN, "rope_theta": 7e5}, {**YARN, "rope_theta": 7e5}),
+    ("llama", PLAIN, {"rope_theta": 7e5}, None),
     ("llama", PLAIN, {"rope_scaling": {**YARN, "rope_theta": 7e5}}, {**YARN, "rope_theta": 7e5}),
     ("gpt_neox", HALF, {"rope_scaling": YARN}, {**HALF, **YARN}),
     ("gemma3_text", LAYERS, {"rope_scaling": LINEAR}, {**LAYERS, "full_attention": {**PLAIN, **LINEAR}}),
@@ -178,9 +177,8 @@ def test_a_scaling_that_is_added_keeps_the_frequencies_of_the_model(tmp_path, no
         )
         caplog.clear()
         if meant is None:
-            with pytest.raises(
-                ConfigError, match=r"with rope_scaling .*\n.*\n.*write the scaling into rope_parameters"
-            ):
+            wanted = r"with rope_\w+ .* beside rope_parameters.*\n.*\n.*write .* into rope_parameters"
+            with pytest.raises(ConfigError, match=wanted):
                 resolve_architecture(ModelConfig(name=name, miniature=form == "miniature"))
             continue
         found = resolve_architecture(ModelConfig(name=name, miniature=form == "miniature"))

@@ -154,10 +154,12 @@ def test_generation_configs_stay_as_published(saved, form):
 def test_what_cannot_be_saved_is_refused_by_name(tiny):
     source, tokenizer = _source(tiny, None), miniature_tokenizer()
     tokenizer.init_kwargs["made_by"] = object()
-    with pytest.raises(ConfigError, match=r"model\.tokenizer: got None, which cannot be saved \(TypeError: Object of"):
+    with pytest.raises(
+        ConfigError, match=r"model\.tokenizer: got tokenizer None \(TypeError: Object of.*\n.*\n.*leave out"
+    ):
         model_files(source, tokenizer)
     source.hf_config.made_by = object()
-    with pytest.raises(ConfigError, match=r"model\.name: got LlamaConfig, which cannot be saved"):
+    with pytest.raises(ConfigError, match=r"model\.name: got LlamaConfig \(TypeError"):
         model_files(source, miniature_tokenizer())
 
 

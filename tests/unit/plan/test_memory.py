@@ -187,6 +187,8 @@ def test_what_cannot_be_answered_is_refused_before_anything_is_simulated(monkeyp
         ("--gpus 6 --data.micro_batch_size 8", "on 6 ranks(.|\n)*set global_batch_size: "),
         ("--gpus 16 --nodes 2 --gpus-per-node 4", "--gpus-per-node: got 4 on 2 node"),
         ("--gpus 12 --gpus-per-node 8", "--gpus-per-node: got 8 on 1 node"),
+        ('--gpus 8 --trainer={"devices":4}', "--gpus: got 8 with --trainer.devices 4"),
+        ("--gpus-per-node 8 --nodes 2 --trainer.num_nodes 4", "--nodes: got 2 with --trainer.num_nodes 4"),
     ):
         with pytest.raises(ConfigError, match=match):
             run_plan(["--config", str(RECIPE), *words.split()])
