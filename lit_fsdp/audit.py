@@ -100,17 +100,19 @@ def print_recipe_audit(record: dict[str, Any], file: TextIO | None = None) -> No
 # multiple of 16 bytes, pads the whole to a multiple of the ranks and cuts it into equal parts, wherever that falls.
 
 _Kept = Callable[[nn.Parameter, int], int]
-_KINDS = ("num_params", "parameter_bytes", "gradient_bytes", "optimizer_bytes")
+_KINDS = ("num_params", "parameter_bytes", "gradient_bytes", "optimizer_bytes", "rounding_bytes")
 _ALIGNMENT_BYTES = 16  # of a parameter inside FSDP1's flat one
 
 
 def state_per_rank(
-    model: nn.Module, plan: UnitPlan, config: StrategyConfig, ranks: int, kept: _Kept
+    model: nn.Module, plan: UnitPlan, config: StrategyConfig, ranks: int, kept: _Kept, pins: bool = False
 ) -> list[dict[str, int]]:
     """What the ranks that share one copy of the model keep between steps, with the engine's padding, by rank.
 
     ``model`` is cast and not sharded yet; ``kept`` gives the bytes that the optimizer keeps of a parameter and so many
-    of its elements. With a base in 4 bits also ``quantization_bytes``: its scales, whole on each.
+    of its elements. With a base in 4 bits also ``quantization_bytes``: its scales, whole on each. With ``pins``, as
+    offload does for a GPU, also ``rounding_bytes``: torch pins each parameter and gradient by itself (FSDP1: each flat
+    one), in a block of the next power of two (ATen/core/CachingHostAllocator.h, torch 2.11 to 2.15).
     """
     held = [dict.fromkeys(_KINDS, 0) for _ in range(ranks)]
     row, packed = config.precision_config.row, packed_weights(model)
@@ -123,6 +125,8 @@ def state_per_rank(
             _add_flat(held, own, TORCH_DTYPES["fp32" if unit.keeps_fp32 else row.compute].itemsize, kept)
         else:
             _add_by_rows(held, own, packed, kept)
+    for one in held if not pins else ():
+        del one["rounding_bytes"]
     scales = sum(unit.quantization_bytes for unit in plan.units)
     return [{**one, "quantization_bytes": scales} for one in held] if scales else held
 
@@ -137,9 +141,16 @@ def _add_by_rows(
         for rank, one in enumerate(held):
             local = max(0, min(rows, (rank + 1) * chunk) - rank * chunk) * per_row
             one["num_params"] += local * packed.get(id(param), 1)
-            one["parameter_bytes"] += chunk * per_row * param.element_size()
-            one["gradient_bytes"] += chunk * per_row * param.element_size() * param.requires_grad
+            size = chunk * per_row * param.element_size()
+            one["parameter_bytes"] += size
+            one["gradient_bytes"] += size * param.requires_grad
+            one["rounding_bytes"] += _rounding(size) * (1 + param.requires_grad)
             one["optimizer_bytes"] += kept(param, local) if param.requires_grad and local else 0
+
+
+def _rounding(num_bytes: int) -> int:
+    """What is left of the next power of two."""
+    return (1 << (num_bytes - 1).bit_length()) - num_bytes if num_bytes else 0
 
 
 def _add_flat(held: list[dict[str, int]], params: Sequence[nn.Parameter], itemsize: int, kept: _Kept) -> None:
@@ -154,6 +165,7 @@ def _add_flat(held: list[dict[str, int]], params: Sequence[nn.Parameter], itemsi
     for rank, one in enumerate(held):
         one["parameter_bytes"] += part * size
         one["gradient_bytes"] += part * size * is_trained
+        one["rounding_bytes"] += _rounding(part * size) * (1 + is_trained)
         for start, param in zip(starts, params, strict=True):
             first, last = max(start, rank * part), min(start + param.numel(), (rank + 1) * part)
             one["num_params"] += max(0, last - first)

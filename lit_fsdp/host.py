@@ -154,6 +154,26 @@ def cpu_has_bf16() -> bool:
     return not flags.isdisjoint(("avx512_bf16", "amx_bf16", "bf16"))  # the last is Arm's
 
 
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def threads_of_rank(ranks_here: int, steps_on_host: bool) -> int | None:
+    """Threads in which one of ``ranks_here`` ranks of this node computes: its share of the cores; None: as it is.
+
+    ``OMP_NUM_THREADS`` holds, but for the 1 that torchrun sets by itself if the optimizer steps on the host. By
+    ``--cpus-per-task`` srun has given a task cores of its own already.
+    """
+    has_agent, given = "TORCHELASTIC_RUN_ID" in os.environ, os.environ.get("OMP_NUM_THREADS")
+    if ranks_here == 1 or (given and not (given == "1" and has_agent and steps_on_host)):
+        return None
+    own = os.environ.get("SLURM_CPUS_PER_TASK")
+    if own and not has_agent and os.environ.get("SLURM_NTASKS", "1") != "1":  # else the task starts ranks itself
+        return min(num_cores(), int(own))
+    return max(1, num_cores() // ranks_here)
+
+
 def return_freed_memory() -> None:
     """Give memory that has been freed back to the system now, where the C library can (glibc); else do nothing."""
     # glibc keeps freed blocks of up to 32 MiB for later: loading a 135M model under FSDP1 left 210 MB too much

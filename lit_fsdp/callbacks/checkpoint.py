@@ -70,8 +70,7 @@ class Checkpoint(ModelCheckpoint):
             Ranks().first("locking the run folder", lambda: self._take(root))
             if len(set(Ranks().run("looking for the last checkpoint", lambda: self.resumes))) > 1:
                 raise CheckpointError(f"{root}: some ranks see a checkpoint there and some do not yet; start again")
-            wanted = self.config.async_save
-            is_wanted = strategy.root_device.type == "cuda" if wanted is None else wanted
+            is_wanted = self.config.in_background(strategy.root_device.type == "cuda", strategy.config.offloads)
             self._background = strategy.open_background() if is_wanted else None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

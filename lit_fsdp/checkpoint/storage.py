@@ -64,9 +64,9 @@ class Snapshot:
     specs: Mapping[str, TensorSpec]
     """Whole shape and dtype of every tensor."""
     tensors: Mapping[str, torch.Tensor]
-    """Of the sharded layout what this rank holds, of the full one whole tensors or DTensors."""
+    """Of the sharded layout what this rank writes, of the full one whole tensors or DTensors."""
     chunks: Mapping[str, ChunkStorageMetadata]
-    """Which part of the whole this rank may write of each tensor."""
+    """Which part of the whole this rank writes of each tensor."""
     rank_state: Any
     in_background: bool = False
     """Whether training goes on beside."""
@@ -78,7 +78,7 @@ class Snapshot:
 
 
 class Planner(DefaultSavePlanner):
-    """Plans what this rank may write; of what several ranks hold alike, DCP lets one write each part."""
+    """Plans what this rank writes."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         super().__init__(flatten_state_dict=False)
@@ -258,21 +258,38 @@ def make_room(tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def parts_of(
-    tensors: Mapping[str, torch.Tensor], layout: Layout, is_first: bool
+    tensors: Mapping[str, torch.Tensor], layout: Layout, rank: int, num_ranks: int
 ) -> tuple[Mapping[str, torch.Tensor], dict[str, ChunkStorageMetadata]]:
-    """What this rank brings of tensors and DTensors, and which part of each it writes; empty parts are left out."""
+    """What this rank brings of tensors and DTensors, and which part of each it writes; empty parts are left out.
+
+    A part that several ranks hold alike is written, and before that copied, by the one of them that has least so far.
+    """
     chunks = {}
     if layout == "full":
-        if is_first:
+        if rank == 0:
             chunks = {name: _whole(tensor) for name, tensor in tensors.items()}
         return tensors, chunks
     parts = {}
-    for name, tensor in tensors.items():
+    taken: dict[tuple[int, ...], list[int]] = {}
+    for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].nbytes, item[0])):  # evens out best
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        if local.numel() or not tensor.numel():
+        if not local.numel() and tensor.numel():
+            continue
+        ranks = _holders(tensor) if isinstance(tensor, DTensor) else tuple(range(num_ranks))
+        sizes = taken.setdefault(ranks, [0] * len(ranks))  # the same on all of these
+        least = sizes.index(min(sizes))
+        sizes[least] += local.nbytes
+        if ranks[least] == rank:
             parts[name] = local.detach()
             chunks[name] = tensor.__create_chunk_list__()[0] if isinstance(tensor, DTensor) else _whole(tensor)
     return parts, chunks
+
+
+def _holders(tensor: DTensor) -> tuple[int, ...]:
+    """The ranks that hold the same part of it as this one, which holds one."""
+    at: Any = tensor.device_mesh.get_coordinate()
+    alike = (slice(None) if kind.is_replicate() else i for kind, i in zip(tensor.placements, at, strict=True))
+    return tuple(tensor.device_mesh.mesh[tuple(alike)].flatten().tolist())
 
 
 def _whole(tensor: torch.Tensor) -> ChunkStorageMetadata:

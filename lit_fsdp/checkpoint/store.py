@@ -86,7 +86,7 @@ def save_checkpoint(
         if ranks.is_first:
             own |= {"state": state_json.encode(state), "extra": checked_extra(manifest)}
             own["files"] = {name: _content(name, value) for name, value in (files or {}).items()}
-        parts, chunks = parts_of(tensors, layout, ranks.is_first)
+        parts, chunks = parts_of(tensors, layout, ranks.rank, ranks.size)
         return Snapshot(folder=folder, layout=layout, specs=specs, tensors=parts, chunks=chunks, **own)
 
     snapshot = ranks.own(f"checking what to save at {folder}", take)

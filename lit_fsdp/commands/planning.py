@@ -9,7 +9,8 @@ import dataclasses
 import difflib
 import gc
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,9 @@ def run_plan(argv: Sequence[str]) -> int:
     parser = verb_parser("plan", text, example, RECIPE)
     parser.add_argument("--gpu", help="a GPU by name: h100-80gb, a100-40gb, rtx4090, ...")
     parser.add_argument("--memory", type=float, metavar="GIB", help="memory of a GPU in GiB; default: that of --gpu")
+    parser.add_argument(
+        "--host-memory", type=float, metavar="GIB", default=math.inf, help="host memory of a node in GiB"
+    )
     parser.add_argument("--gpus", type=int, help="all GPUs of the run; default: the recipe's devices and nodes")
     parser.add_argument("--nodes", type=int, help="nodes they are spread over")
     parser.add_argument("--gpus-per-node", type=int, help="GPUs of a node; default: --gpus / --nodes")
@@ -109,22 +113,29 @@ def run_plan(argv: Sequence[str]) -> int:
         print("Each of these by itself takes less, in the order to try them:")
         print(columns([("less", "what changes", "to paste"), *lighter], right=("less",)))
         return 0
-    taken = memory.step_time(run, gpu)
+    taken, host, host_gib = memory.step_time(run, gpu), memory.host_memory(run), options.host_memory
+    too_much = host["total"] / 2**30 - host_gib * memory.HOST_USABLE
     record: dict[str, Any] = {
         "gpu": None if gpu is None else dataclasses.asdict(gpu),
         "memory_gib": gib,
         "memory": {**dataclasses.asdict(found), "peak": found.peak, "overhead": memory.OVERHEAD_BYTES},
+        "host": host,
         "zero": memory.zero_table(run),
         "step": taken,
     }
     heads = ["parameters, gradients and AdamW", *record["zero"]]
     cells = [f"GiB per rank on {run.world_size}", *(f"{size / 2**30:.2f}" for size in record["zero"].values())]
-    lines = [_memory_table(found), "", columns([heads, cells], right=heads[1:]), ""]
+    lines = [_memory_table(found, host), "", columns([heads, cells], right=heads[1:]), ""]
+    if host_gib < math.inf:
+        verdict = "fits" if too_much <= 0 else f"does not fit: {too_much:.1f} GiB too much"
+        lines.append(f"on a host of {host_gib:g} GiB: {verdict}")
     if taken is not None:
         lines.append(
-            f"{taken['compute'] + taken['exposed']:.3g} seconds per step: {taken['compute']:.3g} computing at "
-            f"{memory.PEAK_SHARE:.0%} of the peak, {taken['exposed']:.3g} of {taken['communication']:.3g} sending that "
-            f"nothing hides, a node {memory.NETWORK_GB_PER_SECOND:g} GB/s; {taken['tokens_per_second']:,.0f} tokens/s"
+            f"{taken['compute'] + taken['exposed'] + taken['host']:.3g} seconds per step: {taken['compute']:.3g} "
+            f"computing at {memory.PEAK_SHARE:.0%} of the peak, {taken['exposed']:.3g} that nothing hides of "
+            f"{taken['communication']:.3g} sending, a node {memory.NETWORK_GB_PER_SECOND:g} GB/s, and "
+            f"{taken['copies']:.3g} copying from and to the host, {taken['host']:.3g} waiting and stepping there; "
+            f"{taken['tokens_per_second']:,.0f} tokens/s"
         )
     elif gpu is not None:
         lines.append("seconds per step: no operations are known for this architecture, or no rate for this precision")
@@ -133,13 +144,14 @@ def run_plan(argv: Sequence[str]) -> int:
         room, rows = found.room(gib), search.largest_rows(run, gib)
         verdict = "fits" if room >= 0 else f"does not fit: {-room / 2**30:.1f} GiB too much"
         lines += [f"on {gib:g} GiB: {verdict}; largest micro-batch: {rows or 'none'}", ""]
-        best, tried = search.recommend(run, gib, gpu, options.search)
+        best, tried = search.recommend(run, gib, gpu, options.search, host_gib)
         record |= {"fits": room >= 0, "largest_micro_batch": rows, "tried": tried, "recommended": best}
         if options.search:
             lines += [_search_table(tried), ""]
         else:
             too_large = [one for one in tried if not one["fits"]]
-            lines += [f"{one['choice']} needs at least {one['peak'] / 2**30:.1f} GiB" for one in too_large]
+            text = "{} needs at least {:.1f} GiB, and {:.0f} of the host"
+            lines += [text.format(one["choice"], one["peak"] / 2**30, one["host"] / 2**30) for one in too_large]
     if best is not None:
         changes = "".join(f"\n  {flag}" for flag in search.flags_of(best["changes"])) or " (as the recipe has it)"
         lines.append(f"recommended: {best['choice']}, micro-batch {best['micro_batch_size']}{changes}")
@@ -153,7 +165,7 @@ def run_plan(argv: Sequence[str]) -> int:
         options.write.write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
         lines.append(f"written: {options.write}")
     print(json.dumps(record, indent=1) if options.json else "\n".join(lines))
-    return 0 if gib is None or best is not None else 1
+    return 0 if best is not None or (gib is None and too_much <= 0) else 1
 
 
 def _gpu(name: str) -> Any:
@@ -167,14 +179,14 @@ def _gpu(name: str) -> Any:
     return known[name.lower()]
 
 
-def _memory_table(found: Any) -> str:
+def _memory_table(found: Any, host: Mapping[str, int]) -> str:
     from lit_fsdp.plan.memory import OVERHEAD_BYTES
 
     step, where = found.step, " (in host memory)" if found.offloads else ""
     kinds = [
         (f"parameters{where}", found.parameters),
         (f"optimizer state{where}", found.optimizer),
-        (f"gradients{where}", step.gradients),
+        (f"gradients{where}", found.gradients if found.offloads else step.gradients),
         ("activations that all blocks keep", step.kept),
         ("one block at work, at its highest moment", step.block),
         ("head, logits and loss, at their highest moment", step.loss),
@@ -184,18 +196,23 @@ def _memory_table(found: Any) -> str:
         (f"highest moment ({step.moment}), on the device", found.peak + OVERHEAD_BYTES),
         ("between steps", found.parameters + found.optimizer + found.gradients),
         ("while loading", found.parameters + found.largest_tensor),
-        ("on the host for a save in the background", found.parameters + found.optimizer),
+        ("host of a node: what cpu_offload keeps there", host["state"]),
+        ("host of a node: rounding of its pinned blocks", host["rounding"]),
+        ("host of a node: copy for saves in the background", host["staged"]),
+        ("host of a node: processes (assumed)", host["processes"]),
+        ("host of a node, in all", host["total"]),
     ]
     rows = [("bytes of the rank that holds most", "GiB"), *((kind, f"{size / 2**30:.2f}") for kind, size in kinds)]
     return columns(rows, right=("GiB",))
 
 
 def _search_table(results: Sequence[dict[str, Any]]) -> str:
-    heads = ("choice", "micro-batch", "GiB", "tokens/s")
+    heads = ("choice", "micro-batch", "GiB", "host GiB", "tokens/s")
     rows = []
     for found in results:
         rate = f"{found['tokens_per_second']:,.0f}" if found["tokens_per_second"] else "-"
-        rows.append((found["choice"], str(found["micro_batch_size"] or "none"), f"{found['peak'] / 2**30:.1f}", rate))
+        sizes = f"{found['peak'] / 2**30:.1f}", f"{found['host'] / 2**30:.0f}"
+        rows.append((found["choice"], str(found["micro_batch_size"] or "none"), *sizes, rate))
     return columns([heads, *rows], right=heads[1:])
 
 

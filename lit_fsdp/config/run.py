@@ -53,7 +53,7 @@ class CheckpointConfig:
     """Whether a smaller (min) or a larger (max) value of the metric is better."""
     async_save: bool | None = None
     """Whether training waits only until the state is copied to the host, and goes on while it is written; needs host
-    memory for one copy; null: true on CUDA, false elsewhere."""
+    memory for one copy of what each rank writes; null: true on CUDA without cpu_offload, false elsewhere."""
 
     def __post_init__(self) -> None:
         every, kept = self.every_steps, self.keep_every
@@ -65,6 +65,10 @@ class CheckpointConfig:
         fix = f"write keep_every: {10 * every}" if every else "set every_steps: 100 and keep_every: 1000"
         fits = kept is None or (every is not None and kept >= 1 and kept % every == 0)
         require(fits, "keep_every", given, allowed, fix)
+
+    def in_background(self, on_gpu: bool, offloads: bool) -> bool:
+        """``async_save`` with null decided; under offload the host has no room to spare, as it holds all already."""
+        return on_gpu and not offloads if self.async_save is None else self.async_save
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import multiprocessing
-import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
@@ -24,7 +23,7 @@ from lit_fsdp.data.readers import RawRow, Row
 from lit_fsdp.data.sources import Source, content_hash, find_sources
 from lit_fsdp.data.workers import load
 from lit_fsdp.errors import ConfigError, DataError
-from lit_fsdp.host import cache_root, is_first_process, make_once
+from lit_fsdp.host import cache_root, is_first_process, make_once, num_cores
 
 ARRAYS = {
     "input_ids": "<i4",
@@ -214,8 +213,7 @@ def _write(folder: Path, sources: Sequence[Source], config: DataConfig, encoder:
     first = list(islice(tasks, 2))
     # a small file is not worth a process, and a process of a pool may have none
     is_alone = len(first) < 2 or multiprocessing.current_process().daemon
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    num_processes = 1 if is_alone else config.num_tokenizers or cores
+    num_processes = 1 if is_alone else config.num_tokenizers or num_cores()
     blocks = _Blocks(sources, encoder, config.on_bad_row == "drop")
     with ExitStack() as stack:
         files = {name: stack.enter_context((folder / f"{name}.bin").open("wb")) for name in ARRAYS}

@@ -27,6 +27,8 @@ class Gpu:
     """By ``fp8``, ``bf16``, ``fp16``, ``tf32``, ``fp32``; what the device lacks is not there."""
     link_gb_per_second: float
     """To the other devices of its node, in each direction, in 10**9 bytes."""
+    host_gb_per_second: float
+    """From and to host memory, in each direction, in 10**9 bytes."""
     source: str
 
 

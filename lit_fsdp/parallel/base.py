@@ -39,7 +39,7 @@ from lit_fsdp.config.strategy import (
 )
 from lit_fsdp.data.batches import Resumable
 from lit_fsdp.errors import ConfigError, ContractError, require
-from lit_fsdp.host import FIRST, end_with_first
+from lit_fsdp.host import FIRST, end_with_first, threads_of_rank
 from lit_fsdp.parallel.activation import prepare_blocks, recompute_by_unit, resolve_gradient_checkpointing
 from lit_fsdp.parallel.alike import check_alike, ending_together, kinds_of, options_of, tensors_of
 from lit_fsdp.parallel.checkpointing import Checkpoints, check_packed_state
@@ -266,6 +266,8 @@ class EngineStrategy(Checkpoints):
             self._start_process_group()
         finally:
             timer.cancel()
+        if threads := threads_of_rank(self.num_processes, self.config.offloads):
+            torch.set_num_threads(threads)
         if self.plan is None:
             on_all: Callable[[bool], bool] = self.reduce_boolean_decision  # type: ignore[attr-defined]
             self.config = settle_precision(self.config, self.root_device.type, on_all)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lit_fsdp.audit import CausalLMModule, settled_strategy, state_per_rank
+from lit_fsdp.audit import CausalLMModule, device_type, settled_strategy, state_per_rank
 from lit_fsdp.config.data import DEFAULT_BATCH, accumulation_steps
 from lit_fsdp.config.model import ModelConfig, PreferenceModelConfig
 from lit_fsdp.config.run import STRATEGY, RunConfig
@@ -27,11 +27,17 @@ T = TypeVar("T")
 
 # Assumed: what no tensor shows on a GPU (the CUDA context, NCCL's buffers, workspaces of cuBLAS); the share of its
 # memory that tensors may fill, without what the driver keeps and what fragments; of a node, one port of 400 Gbit/s in
-# each direction; the share of the peak at which blocks compute.
+# each direction; the share of the peak at which blocks compute. Of a node's host: what its memory moves when all cores
+# step, a copy from one GPU to memory that is not pinned, what a rank takes beside tensors (Python, libraries, loaders),
+# the share of it that ranks may fill.
 OVERHEAD_BYTES = int(1.5 * 2**30)
 USABLE = 0.97
 NETWORK_GB_PER_SECOND = 50.0
 PEAK_SHARE = 0.4
+HOST_GB_PER_SECOND = 200.0
+PAGEABLE_GB_PER_SECOND = 6.0
+PROCESS_BYTES = 4 * 2**30
+HOST_USABLE = 0.9
 _GATHERS = {"full_shard": 2, "shard_grad_op": 1, "no_shard": 0, "hybrid_shard": 2, "hybrid_shard_zero2": 1}
 
 
@@ -52,8 +58,7 @@ class RankMemory:
     @property
     def peak(self) -> int:
         """At the highest moment of a step, on the device."""
-        state = -self.step.gradients if self.offloads else self.parameters + self.optimizer
-        return state + self.step.total
+        return (0 if self.offloads else self.parameters + self.optimizer) + self.step.total
 
     def room(self, gib: float) -> float:
         """Bytes that are left on a GPU of this size; below 0 if it does not fit."""
@@ -87,14 +92,37 @@ def rank_memory(run: RunConfig) -> RankMemory:
         # whole gradients wait on the device for the last micro-batch, in the dtype in which they are reduced
         waiting = sum(p.numel() for p in params if p.requires_grad) * TORCH_DTYPES[row.reduce].itemsize
         step = dataclasses.replace(step, gradients=0, reduced=step.reduced + waiting)
+    largest = max(p.numel() for p in params) * TORCH_DTYPES[row.param].itemsize
+    if strategy.offloads:  # a shard arrives as it is stored, and is cast on the device
+        shards = mesh_shape(strategy, run.num_nodes, run.world_size)[1]
+        step = dataclasses.replace(step, gathered=step.gathered + largest // shards)
     return RankMemory(
         parameters=state["parameter_bytes"] + state.get("quantization_bytes", 0),
         gradients=state["gradient_bytes"],
         optimizer=state["optimizer_bytes"],
         step=step,
-        largest_tensor=max(p.numel() for p in params) * TORCH_DTYPES[row.param].itemsize,
+        largest_tensor=largest,
         offloads=strategy.offloads,
     )
+
+
+def host_memory(run: RunConfig) -> dict[str, int]:
+    """Bytes of host memory that the ranks of a node take, by kind and in ``total``, by arithmetic.
+
+    ``state`` is what offload keeps there, ``rounding`` what pinned blocks are larger than that, ``staged`` the copy of
+    saves in the background (pinned as it is; of a checkpoint in one file on the first node), ``processes`` all else.
+    """
+    assert run.world_size is not None
+    strategy, state, ranks = settled_strategy(run), _largest_state(run), run.world_size // run.num_nodes
+    copies, shards = mesh_shape(strategy, run.num_nodes, run.world_size)
+    # a checkpoint has no frozen base
+    saved = state["gradient_bytes" if run.model.lora else "parameter_bytes"] + state["optimizer_bytes"]
+    staged = saved * shards if strategy.state_dict == "full" else saved * ranks // copies
+    staged *= run.checkpoint.in_background(device_type(run) == "cuda", strategy.offloads)
+    rounding = state.pop("rounding_bytes", 0) * ranks
+    found = {"state": _state_of(state) * ranks * strategy.offloads, "rounding": rounding, "staged": staged}
+    found["processes"] = PROCESS_BYTES * ranks
+    return {**found, "total": sum(found.values())}
 
 
 def least_bytes(run: RunConfig) -> int:
@@ -126,7 +154,8 @@ def _largest_state(run: RunConfig) -> dict[str, int]:
     module, plan = _planned(run)
     kept = state_bytes(run.model.optim, module.model, TORCH_DTYPES[strategy.precision_config.row.param].itemsize)[0]
     shards = mesh_shape(strategy, run.num_nodes, run.world_size, STRATEGY)[1]
-    return max(state_per_rank(module, plan, strategy, shards, kept), key=_state_of)
+    pins = strategy.offloads and device_type(run) == "cuda"
+    return max(state_per_rank(module, plan, strategy, shards, kept, pins), key=_state_of)
 
 
 def _planned(run: RunConfig) -> tuple[Any, UnitPlan]:
@@ -174,8 +203,11 @@ def sent_bytes(gathered: float, reduced: float, mesh: tuple[int, int], ranks_per
 def step_time(run: RunConfig, gpu: Gpu | None) -> dict[str, float] | None:
     """Seconds of an optimizer step by arithmetic, and the rate over all ranks; all samples are as long as they may be.
 
-    ``exposed`` is the communication that nothing hides: what exceeds the computation, the first gather, the last
-    reduction. None: no operations are known for this architecture, or no peak rate for the precision.
+    ``exposed`` is what nothing hides of communication or ``copies``, whichever takes longer: what exceeds the
+    computation, the first gather, the last reduction. Under offload every gather copies shards as they are stored, and
+    the first reduction gradients to pinned memory; for those of further micro-batches, in memory that is not pinned,
+    the ``host`` waits (torch's ``foreach_reduce``), adds them up, and steps. None: no operations are known for this
+    architecture, or no peak rate for the precision.
     """
     assert run.world_size is not None
     strategy, model, world = settled_strategy(run), _planned(run)[0].model, run.world_size
@@ -203,10 +235,20 @@ def step_time(run: RunConfig, gpu: Gpu | None) -> dict[str, float] | None:
         ranks_per_node=world // run.num_nodes,
     )
     communication = max(rank_bytes / (gpu.link_gb_per_second * 1e9), node_bytes / (NETWORK_GB_PER_SECOND * 1e9))
-    ends = 2 * communication / (len(formula.blocks) + 2) / forwards
-    exposed = max(communication - compute, min(ends, communication))
-    rate = tokens / (compute + exposed)
-    return {"compute": compute, "communication": communication, "exposed": exposed, "tokens_per_second": rate}
+    copies = host = 0.0
+    if strategy.offloads:
+        state, further = _largest_state(run), reductions - 1
+        gathers = forwards * (_GATHERS[strategy.sharding] or 2)
+        gradients = state["gradient_bytes"]
+        copies = (gathers * state["parameter_bytes"] + gradients) / (gpu.host_gb_per_second * 1e9)
+        # the host adds up, scales, measures and clips gradients; AdamW reads and writes parameters and moments
+        touched = (4 * further + 8) * gradients + 2 * state["optimizer_bytes"]
+        host = further * gradients / (PAGEABLE_GB_PER_SECOND * 1e9)
+        host += touched * (world // run.num_nodes) / (HOST_GB_PER_SECOND * 1e9)
+    moved = max(communication, copies)  # what is gathered has just arrived
+    exposed = max(moved - compute, min(2 * moved / (len(formula.blocks) + 2) / forwards, moved))
+    found = {"compute": compute, "communication": communication, "copies": copies, "exposed": exposed, "host": host}
+    return {**found, "tokens_per_second": tokens / (compute + exposed + host)}
 
 
 def compared_memory(run: RunConfig, folder: Path) -> str:

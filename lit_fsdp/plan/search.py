@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import json
+import math
 import os
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from lit_fsdp.config.strategy import ActivationMode
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.host import EXIT_DIR
 from lit_fsdp.metrics.hardware import Gpu
-from lit_fsdp.plan.memory import OVERHEAD_BYTES, USABLE, least_bytes, rank_memory, step_time
+from lit_fsdp.plan.memory import HOST_USABLE, OVERHEAD_BYTES, USABLE, host_memory, least_bytes, rank_memory, step_time
 
 _LORA = LoraConfig(target_modules="all-linear")
 _QLORA = dataclasses.replace(_LORA, quantize="nf4")
@@ -77,7 +78,8 @@ def largest_rows(run: RunConfig, gib: float) -> int:
 def choices(run: RunConfig, modes: tuple[ActivationMode, ...]) -> Iterator[Choice]:
     """Every way to run the recipe on its ranks; those that send least and recompute least first.
 
-    At last with adapters, where the recipe has none: on a base as it is, then on one of 4 bits.
+    With offload those that recompute most, as each micro-batch copies all weights. At last with adapters, where the
+    recipe has none: on a base as it is, then on one of 4 bits.
     """
     world = run.world_size or 1
     kinds: list[dict[str, Any]] = [{"engine": "single"}] if world == 1 else [{"engine": "ddp"}]
@@ -88,7 +90,7 @@ def choices(run: RunConfig, modes: tuple[ActivationMode, ...]) -> Iterator[Choic
     offload = {"engine": "fsdp2", "cpu_offload": True}
     for lora in (None,) if run.model.lora else (None, _LORA, _QLORA):
         for kind in kinds if lora else [*kinds, offload]:
-            for mode in modes:
+            for mode in modes[::-1] if kind is offload else modes:
                 values = {**_WHOLE, "cpu_offload": False, **kind, "activation_checkpointing": mode}
                 if choice := changed(run, values, lora):
                     yield choice
@@ -111,11 +113,14 @@ def changed(run: RunConfig, strategy: dict[str, Any], lora: LoraConfig | None = 
     return Choice(other, changes)
 
 
-def recommend(run: RunConfig, gib: float, gpu: Gpu | None, every: bool) -> tuple[_Tried | None, list[_Tried]]:
+def recommend(
+    run: RunConfig, gib: float, gpu: Gpu | None, every: bool, host_gib: float = math.inf
+) -> tuple[_Tried | None, list[_Tried]]:
     """The first choice that fits, and all that were tried, each at the largest micro-batch that fits.
 
     Of ``every`` choice the fastest that fits is taken, with adapters if nothing else does; those that fit come first,
-    the fastest first, then the smallest. ``peak`` of one that does not fit is what it needs at least. One whose package
+    the fastest first, then the smallest. ``peak`` of one that does not fit is what it needs at least; ``host`` is what
+    it takes of the host memory of a node, of which there is ``host_gib``. One whose package
     is not here is passed over, which is said on standard error.
     """
     tried: list[_Tried] = []
@@ -123,8 +128,8 @@ def recommend(run: RunConfig, gib: float, gpu: Gpu | None, every: bool) -> tuple
         print(f"judging {choice.words}", file=sys.stderr)
         rows, taken = 0, None
         try:
-            peak = least_bytes(choice.run)
-            if peak <= gib * USABLE * 2**30 - OVERHEAD_BYTES:
+            peak, host = least_bytes(choice.run), host_memory(choice.run)["total"]
+            if host <= host_gib * HOST_USABLE * 2**30 and peak <= gib * USABLE * 2**30 - OVERHEAD_BYTES:
                 rows = largest_rows(choice.run, gib)
                 largest = with_rows(choice.run, max(1, rows))
                 peak, taken = rank_memory(largest).peak, step_time(largest, gpu) if rows else None
@@ -133,14 +138,14 @@ def recommend(run: RunConfig, gib: float, gpu: Gpu | None, every: bool) -> tuple
             continue
         key = {"data.micro_batch_size": rows} if rows not in (0, choice.run.data.micro_batch_size) else {}
         found = {"choice": choice.words, "changes": choice.changes | key, "fits": rows > 0, "micro_batch_size": rows}
-        tried.append({**found, "peak": peak, "tokens_per_second": taken["tokens_per_second"] if taken else None})
+        found |= {"peak": peak, "host": host}
+        tried.append({**found, "tokens_per_second": taken["tokens_per_second"] if taken else None})
         if rows and not every:
             break
 
     def order(one: _Tried) -> tuple[Any, ...]:
-        # what moves to the host comes last: how long that takes is not counted; without a rate they stay as tried
-        offloads, peak = "cpu_offload" in one["choice"], 0 if one["fits"] else one["peak"]
-        return not one["fits"], offloads, -(one["tokens_per_second"] or 0.0), peak
+        # without a rate they stay as tried
+        return not one["fits"], -(one["tokens_per_second"] or 0.0), 0 if one["fits"] else one["peak"]
 
     tried = sorted(tried, key=order) if every else tried
     fitting = [one for one in tried if one["fits"]]

@@ -54,9 +54,10 @@ class StepMemory:
 
     ``kept`` by all blocks for the backward pass; ``at_work`` in one block, or in head and loss, logits and gradients of
     activations included; unsharded weights, in use and prefetched, are ``gathered``, unsharded gradients ``reduced``,
-    and ``gradients`` are their shards so far. ``moment`` is ``forward`` (which ends with the loss, chunked with its
-    gradient), ``head`` or ``blocks`` (the backward pass of those) or ``optimizer``. ``block`` and ``loss`` are what is
-    at work at the highest moments of the backward pass of blocks, and of head and loss.
+    and ``gradients`` are their shards so far, none where offload keeps them on the host. ``moment`` is ``forward``
+    (which ends with the loss, chunked with its gradient), ``head`` or ``blocks`` (the backward pass of those) or
+    ``optimizer``. ``block`` and ``loss`` are what is at work at the highest moments of the backward pass of blocks, and
+    of head and loss.
     """
 
     moment: str
@@ -178,7 +179,7 @@ def step_memory(run: RunConfig, gradient_bytes: int, accumulates: bool) -> StepM
             watch = _simulate(small, run, strategy)
         finally:
             dist.destroy_process_group()
-        found = _highest(watch, num_blocks, gradient_bytes, accumulates)
+        found = _highest(watch, num_blocks, gradient_bytes, accumulates, strategy.offloads)
     except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError) as error:
         given = f"a step of {config.model_type} without values ({' '.join(str(error).split())[:200]})"
         fix = "measure a run of one step: peak_memory_gib in metrics.csv"
@@ -269,15 +270,15 @@ def _engine_kinds(watch: _Watch) -> contextlib.ExitStack:
     return replaced
 
 
-def _highest(watch: _Watch, num_blocks: int, gradient_bytes: int, accumulates: bool) -> StepMemory:
+def _highest(watch: _Watch, num_blocks: int, gradient_bytes: int, accumulates: bool, offloads: bool) -> StepMemory:
     """The highest moment of a model with all blocks, from those of a short one."""
     forward, backward = watch.forward_ends, watch.backward_starts
     simulated = len(forward)
     further = num_blocks - simulated
     kept = forward[-1]["work"] - forward[-2]["work"]
     each = backward[-1]["gradients"] - backward[-2]["gradients"]
-    stays = forward[-1]["gathered"] - forward[-2]["gathered"]  # 0 where blocks are freed after their forward
-    found = {"optimizer": Counter(gradients=gradient_bytes)}
+    stays = forward[-2]["gathered"] - forward[0]["gathered"]  # 0 where blocks, but the last, are freed after forward
+    found = {"optimizer": Counter(gradients=0 if offloads else gradient_bytes)}
     for phase, live in watch.highest.items():
         # in the first blocks of the backward pass all activations are there, in the last ones all gradients
         is_early = phase in ("forward", "head", f"block {simulated - 1}")
@@ -290,7 +291,7 @@ def _highest(watch: _Watch, num_blocks: int, gradient_bytes: int, accumulates: b
             at_work=live["work"] + (kept * further if is_early else 0) - all_kept,
             gathered=live["gathered"] + (stays * further if is_early else 0),
             reduced=live["reduced"],
-            gradients=gradients,
+            gradients=0 if offloads else gradients,  # then those of a unit leave once they are reduced
         )
     moment, highest = max(found.items(), key=lambda pair: pair[1].total())
     block = max(live["at_work"] for phase, live in found.items() if phase.startswith("block"))

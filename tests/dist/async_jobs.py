@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.checkpoint.staging import DefaultStager
 
 from lit_fsdp import Checkpoint
 from lit_fsdp.callbacks.stop import StopOnSignal, StopRequested
@@ -81,6 +82,13 @@ def train_async(
     said, handler = [], logging.Handler(logging.WARNING)
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("lit_fsdp").addHandler(handler)
+    staged, stage = [0], DefaultStager.stage
+
+    def counted(self: DefaultStager, state: Any) -> Any:
+        staged.append(sum(tensor.untyped_storage().nbytes() for tensor in state.values()))
+        return stage(self, state)
+
+    DefaultStager.stage = counted  # type: ignore[assignment, method-assign]
     try:
         trainer.fit(module, **rows)
         if more_steps:
@@ -96,6 +104,7 @@ def train_async(
         "step": trainer.global_step,
         "visible": watch.visible,
         "pending": watch.pending,
+        "staged": staged[-1],
         "last_model_path": Path(saving.last_model_path).name,
         "best_model_path": Path(saving.best_model_path).name,
     }

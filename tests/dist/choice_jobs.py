@@ -137,8 +137,11 @@ class CountReductions(Callback):
         self.counts.append(self.calls.number)
 
 
-def look(folder: str, strategy: dict[str, Any], steps: int = 3, **options: Any) -> dict[str, Any]:
-    """What the live engine is set to, beside what every run finds."""
+def look(folder: str, strategy: dict[str, Any], steps: int = 3, cores: int = 0, **options: Any) -> dict[str, Any]:
+    """What the live engine is set to, beside what every run finds; with ``cores`` where nobody has set threads."""
+    if cores:
+        del os.environ["OMP_NUM_THREADS"]
+        os.sched_getaffinity = lambda process: set(range(cores))
     counts, module = CountReductions(), module_for(folder)
     read, parts = module.read_tensor, list[bool]()
     module.read_tensor = lambda *words: (parts.append(words[3] is not None), read(*words))[1]
@@ -166,6 +169,7 @@ def look(folder: str, strategy: dict[str, Any], steps: int = 3, **options: Any) 
         "reshards": sorted({str(group.post_forward_mesh_info is not None) for group in groups}),
         "backend": str(dist.get_backend_config()),
         "reads_parts": any(parts),
+        "threads": torch.get_num_threads(),
         "timeouts": [
             live.mesh.get_group(dim)._get_backend(torch.device("cpu")).options._timeout.total_seconds()
             for dim in range(live.mesh.ndim)

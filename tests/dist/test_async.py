@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lit_fsdp.checkpoint.manifest import read_manifest
 from lit_fsdp.checkpoint.run_folder import checkpoints
@@ -48,6 +50,12 @@ def test_the_same_bytes_as_a_save_that_training_waits_for(
     assert whole_steps(tmp_path / "async") == list(range(3, last + 1, 3))
     for seen in (went_on, *others):
         assert seen["last_model_path"] == f"step-{last:08d}"
+    if strategy.get("state_dict") != "full":  # each rank has copied what it writes: together one copy
+        staged = [seen["staged"] for seen in (went_on, *others)]
+        specs = read_manifest(tmp_path / f"async/checkpoints/step-{last:08d}").tensors.values()
+        one = sum(math.prod(spec.shape) * getattr(torch, spec.dtype).itemsize for spec in specs)
+        assert sum(staged) == pytest.approx(one, rel=0.02)  # with the padding of uneven shards
+        assert max(staged) < 1.2 * one / ranks
     if "val_check_interval" in options:
         assert went_on["best_model_path"] == waited["best_model_path"] != ""
 

@@ -21,7 +21,9 @@ def look(folder: Path, ranks: int = 2, options: dict[str, Any] | None = None, **
 
 
 def test_fsdp1_is_set_as_the_recipe_says(tiny_model: Path) -> None:
-    found = look(tiny_model, 4, engine="fsdp1", sharding="hybrid_shard_zero2", shard_degree=2, timeout_seconds=77)
+    options: dict[str, Any] = {"sharding": "hybrid_shard_zero2", "shard_degree": 2, "timeout_seconds": 77}
+    found = look(tiny_model, 4, {"cores": 8}, engine="fsdp1", **options)
+    assert found["threads"] == 2
     assert found["sharding"] == ["_HYBRID_SHARD_ZERO2"]
     assert set(found["timeouts"]) == {77.0}  # of every group
     assert found["backward_prefetch"] == ["BackwardPrefetch.BACKWARD_PRE"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import logging
+import os
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +15,7 @@ import pytest
 from lit_fsdp import host
 from lit_fsdp.__main__ import main
 from lit_fsdp.errors import CheckpointError, ConfigError
-from lit_fsdp.host import free_port, make_once
+from lit_fsdp.host import free_port, make_once, threads_of_rank
 from tests.runs import own_port
 
 
@@ -119,3 +120,24 @@ def test_bf16_is_what_the_cpu_has_and_onednn_may_use(tmp_path, monkeypatch):
         cpuinfo.write_text(f"processor : 0\n{flags}\n")
         monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
         assert host.cpu_has_bf16() == found, (flags, limit)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "steps_on_host", "environment", "threads"),
+    [
+        (8, False, {}, 12),
+        (1, True, {}, None),  # as torch has it: all
+        (8, True, {"OMP_NUM_THREADS": "1"}, None),
+        (8, False, {"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "none"}, None),
+        (8, True, {"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "none"}, 12),
+        (8, True, {"OMP_NUM_THREADS": "4", "TORCHELASTIC_RUN_ID": "none"}, None),
+        (8, True, {"SLURM_NTASKS": "16", "SLURM_CPUS_PER_TASK": "10"}, 10),  # not bound to them
+        (8, True, {"SLURM_CPUS_PER_TASK": "96"}, 12),  # one task, which starts the ranks
+        (8, True, {"SLURM_NTASKS": "2", "SLURM_CPUS_PER_TASK": "96", "TORCHELASTIC_RUN_ID": "7"}, 12),
+    ],
+)
+def test_ranks_share_the_cores_of_their_node(monkeypatch, ranks, steps_on_host, environment, threads):
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.setattr("os.environ", {**os.environ, **environment})
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(96)))
+    assert threads_of_rank(ranks, steps_on_host) == threads

@@ -80,3 +80,21 @@ def test_a_strategy_that_writes_other_files_is_refused(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"SingleDeviceStrategy with lit_fsdp.Checkpoint(.|\n)*ModelCheckpoint"):
         trainer_of(tmp_path, Checkpoint(), "auto", max_steps=2).fit(BoringModel())
     assert not (tmp_path / "checkpoints").exists()
+
+
+@pytest.mark.parametrize(
+    ("device", "offload", "async_save", "opens"),
+    [("cuda", False, None, 1), ("cuda", True, None, 0), ("cuda", True, True, 1), ("cpu", False, None, 0)],
+)
+def test_saves_are_in_the_background_where_the_host_has_room(
+    tmp_path: Path, device: str, offload: bool, async_save: bool | None, opens: int
+):
+    callback, strategy = Checkpoint(async_save=async_save), fsdp_strategy(cpu_offload=offload)
+    trainer = trainer_of(tmp_path, callback, strategy)
+    with (
+        mock.patch.object(type(strategy), "root_device", torch.device(device)),
+        mock.patch.object(strategy, "open_background") as opened,
+    ):
+        callback.setup(trainer, BoringModel(), "fit")
+    callback.teardown(trainer, BoringModel(), "fit")
+    assert opened.call_count == opens
