@@ -28,9 +28,9 @@ from lit_fsdp.checkpoint.store import load_weights
 from lit_fsdp.config.model import ModelConfig, OptimConfig, schedule_factor
 from lit_fsdp.config.parser import build
 from lit_fsdp.errors import ConfigError, require
-from lit_fsdp.metrics.hardware import to_device
-from lit_fsdp.metrics.hardware import is_accelerator
+from lit_fsdp.metrics.hardware import is_accelerator, to_device
 from lit_fsdp.metrics.step_metrics import STEP_COUNTS, SumMetric, batch_counts, eval_means, step_metrics
+from lit_fsdp.models.attention import by_sample
 from lit_fsdp.models.base import check_base, describe_base
 from lit_fsdp.models.build import (
     attention_words,
@@ -117,7 +117,7 @@ class CausalLMModule(LightningModule):
                 self.saved_names = {f"model.{name}" for name in trained | buffers | {*self._kept_with_adapter}}
             self._loss_plan = plan_loss(model, self.config.loss)
             self.attn_implementation = str(model.config._attn_implementation)
-            if self.config.attn_implementation is None and self.attn_implementation != "sdpa":
+            if self.config.attn_implementation is None and not self.attn_implementation.startswith("sdpa"):
                 text = "model.attn_implementation: %s, as %s does not work with sdpa"
                 _log.info(text, self.attn_implementation, self.source.hf_config.model_type)
             self.model = model
@@ -130,6 +130,9 @@ class CausalLMModule(LightningModule):
         strategy: Any = self._trainer.strategy if self._trainer else None  # None under load_weights
         check_attention(self.config.attn_implementation, strategy.root_device.type if strategy else "cpu")
         model: Any = self.build().model
+        if isinstance(strategy, EngineStrategy) and strategy.config.compile:  # for each new pack it would compile again
+            by_sample(model, False)
+            self.attn_implementation = str(model.config._attn_implementation)
         if isinstance(strategy, EngineStrategy) and is_accelerator(strategy.root_device) and self.global_rank == 0:
             compute = strategy.config.precision_config.row.compute
             words = attention_words(self.attn_implementation, self.config.attn_implementation, compute)

@@ -179,7 +179,8 @@ class ModelConfig:
     attn_implementation: Literal["sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3"] | None = (
         None
     )
-    """Attention backend of transformers, default: sdpa, or eager for models without it."""
+    """Attention backend of transformers; default: sdpa, of packs over each sample by itself, or eager for models
+    without it."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model."""
     miniature: bool = False

@@ -48,7 +48,8 @@ def collate_packs(packs: Sequence[Sequence[Sample]], length: int, pad_id: int) -
         int64 ``input_ids``, ``labels`` and ``position_ids`` (B, ``length``). Positions restart at 0 with every
         sequence, whose first label is -100, because nothing predicts it. ``cu_seq_lens`` is int32 (N + 1,): where each
         sequence begins in the flattened tokens, and their number. ``longest`` is a bound of the longest one, a power of
-        two, at most T. ``counts`` as for :func:`collate`, where a sample is a row, not a pack.
+        two, at most T, and ``sample_lengths`` their lengths, as plain numbers. ``counts`` as for :func:`collate`, where
+        a sample is a row, not a pack.
     """
     starts: list[int] = []
     for b, pack in enumerate(packs):
@@ -64,6 +65,7 @@ def collate_packs(packs: Sequence[Sequence[Sample]], length: int, pad_id: int) -
         "cu_seq_lens": torch.from_numpy(borders),
         # kernels need a bound; few different ones, as compiled code is made for each
         "longest": min(length, 1 << int(sizes.max() - 1).bit_length()),
+        "sample_lengths": tuple(sizes.tolist()),
     }
 
 

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from lit_fsdp.config.model import GPU_ATTENTION, ModelConfig, gpu_attention_on_cpu
 from lit_fsdp.errors import ConfigError, require
+from lit_fsdp.models.attention import by_sample
 from lit_fsdp.models.lora import apply_lora
 from lit_fsdp.models.weights import tied_groups
 
@@ -51,6 +52,8 @@ def build_on_meta(
         ) from error
     model.to("meta")  # what __init__ makes on the CPU all the same; a file or _init_weights has its values
     model.tie_weights()
+    if attn_implementation is None:
+        by_sample(model, True)
     return model.train()
 
 
@@ -82,7 +85,7 @@ def attention_words(chosen: str, named: str | None, computes_in: str) -> str:
     has_flash = computes_in != "fp32" and is_new
     without = "memory-efficient: flash takes bf16 or fp16, on Ampere or newer"
     kernels = "flash without a mask, memory-efficient or cuDNN's with one" if has_flash else without
-    of_torch = f" (torch's kernels: {kernels})" if chosen == "sdpa" else ""
+    of_torch = f" (torch's kernels: {kernels})" if chosen.startswith("sdpa") else ""
     return f"{chosen}{of_torch}, {'as model.attn_implementation says' if named else 'the default of this model'}"
 
 

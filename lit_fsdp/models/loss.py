@@ -197,14 +197,16 @@ def token_losses(
     That is the same of every target, (N,), and whether its most likely token was right, (N,): of Liger the sum and
     NaN; and the router's loss, which has a graph again.
     """
-    inputs = {name: tensor for name, tensor in batch.items() if name not in ("labels", NUM_TARGETS)}
+    inputs = {name: tensor for name, tensor in batch.items() if name not in ("labels", "padding", NUM_TARGETS)}
+    owner: Any = owner_of_head(model)
+    if "padding" in batch and _needs_mask(owner):
+        inputs["attention_mask"] = batch["padding"]
     positions_N = target_positions(targets_BT, batch.get(NUM_TARGETS))  # type: ignore[arg-type]  # the one number
     targets_N = targets_BT.flatten()[positions_N]
     if plan.backend == "plain":
         out = model(**inputs)
         _, nll_N, correct_N = _scores(_wide(out.logits.flatten(0, 1)[positions_N]), targets_N)
         return nll_N, nll_N.detach(), correct_N, _router_loss(model, out)
-    owner: Any = owner_of_head(model)
     head = _head_of(owner)
     own_forward = head.forward
     found: list[Sequence[torch.Tensor]] = []
@@ -230,6 +232,12 @@ def token_losses(
         raise RuntimeError(f"{type(model).__name__} called its head {len(found)} times instead of once")
     loss, nll_N, correct_N = found[0]
     return loss.flatten(), nll_N, correct_N, _router_loss(model, out)
+
+
+def _needs_mask(owner: Any) -> bool:
+    """Whether padding behind a row changes what the model makes of it, or might: a router's loss is of all tokens."""
+    is_known = owner is not None and type(owner).forward.__module__.startswith("transformers.models.")
+    return not is_known or bool(getattr(owner.config.get_text_config(), "output_router_logits", False))
 
 
 def _trained(head: nn.Module) -> list[torch.Tensor]:

@@ -1,7 +1,7 @@
 """Packed batches: what each attention backend wants of them, and whether their samples see each other.
 
 Eager, SDPA and FlexAttention of transformers see from ``position_ids`` alone, without an attention mask, where samples
-begin. FlashAttention gets all packs as one row and the borders between the sequences.
+begin. FlashAttention, and SDPA sample by sample, get all packs as one row and the borders between the sequences.
 
 Shapes: B packs, T tokens of each, N samples of all packs, L tokens of each, D hidden size.
 """
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lit_fsdp.models.attention import BY_SAMPLE
 from lit_fsdp.models.loss import NUM_TARGETS, owner_of_head
 
 # what a model, or its loss, may get of a batch
@@ -25,14 +26,20 @@ def model_inputs(batch: Mapping[str, Any], attn_implementation: str) -> dict[str
     """What the model gets of a batch: its :data:`INPUTS`.
 
     Of packs under FlashAttention, all of shape (1, B * T), beside ``cu_seq_lens_q`` and ``cu_seq_lens_k`` int32
-    (N + 1,), ``max_length_q`` and ``max_length_k`` as plain numbers.
+    (N + 1,), ``max_length_q`` and ``max_length_k`` as plain numbers; under SDPA sample by sample ``sample_lengths``,
+    N plain numbers, too. Under SDPA the mask of rows that are padded on the right, as ours are, is called ``padding``:
+    no token sees what comes after it, so that attention needs none.
     """
     inputs = {name: value for name, value in batch.items() if name in INPUTS}
-    if "cu_seq_lens" not in batch or not attn_implementation.startswith("flash_attention"):
+    if "counts" in batch and "attention_mask" in inputs and attn_implementation.startswith("sdpa"):
+        inputs["padding"] = inputs.pop("attention_mask")
+    if "cu_seq_lens" not in batch or not attn_implementation.startswith(("flash_attention", BY_SAMPLE)):
         return inputs
     borders, longest = batch["cu_seq_lens"], int(batch["longest"])
     flat = {name: value.reshape(1, -1) if torch.is_tensor(value) else value for name, value in inputs.items()}
-    lengths = {"max_length_q": longest, "max_length_k": longest}
+    lengths: dict[str, Any] = {"max_length_q": longest, "max_length_k": longest}
+    if attn_implementation == BY_SAMPLE:
+        lengths["sample_lengths"] = batch.get("sample_lengths") or tuple(borders.diff().tolist())
     return {**flat, "cu_seq_lens_q": borders, "cu_seq_lens_k": borders, **lengths}
 
 
@@ -78,6 +85,7 @@ def proof_batch(ids_NL: torch.Tensor) -> dict[str, Any]:
         "position_ids": positions_L.repeat(n // 2, 2),
         "cu_seq_lens": torch.arange(0, (n + 1) * length, length, dtype=torch.int32, device=ids_NL.device),
         "longest": length,
+        "sample_lengths": (length,) * n,
     }
 
 

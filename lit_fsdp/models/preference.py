@@ -54,7 +54,7 @@ def preference_forward(
     targets_BT = completion_BT
     if config.loss == "orpo":  # its likelihood is of prompt and answer
         batch = {name: value for name, value in batch.items() if name != NUM_TARGETS}  # of other targets
-        mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
+        mask = batch.get("padding", batch.get("attention_mask", torch.ones_like(batch["input_ids"]))).bool()
         every_BT = next_targets({"labels": batch["input_ids"].masked_fill(~mask, IGNORED)})
         targets_BT = torch.cat([every_BT.chunk(2)[0], completion_BT.chunk(2)[1]])
     nll_N, _, correct_N, router = token_losses(model, batch, targets_BT, plan, each=True)

@@ -222,8 +222,6 @@ def _simulate(hf_config: Any, run: RunConfig, strategy: StrategyConfig) -> _Watc
         tokens = run.data.max_seq_length
         ids = torch.ones(rows, tokens, dtype=torch.int64)
         batch = {"input_ids": ids, "labels": ids}
-        if rows > 1:  # padded or packed: SDPA gets a mask
-            batch["attention_mask"] = torch.ones(rows, 1, tokens, tokens, dtype=torch.bool)
         autocast = row.compute != row.param and not strategy.is_sharded
         known = _locals([*holder.parameters(), *holder.buffers(), *batch.values()])
         watch = _Watch(known, _GLOO_COPIES if device_type(run) == "cpu" else {})

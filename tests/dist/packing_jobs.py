@@ -66,7 +66,6 @@ def packed_run(
 
 def leaking_run(folder: str, run: str, strategy: dict[str, Any], how: str) -> None:
     """A run in which the ``mask`` overlooks packs, there is a ``2d`` one, or ``positions`` do not restart."""
-    from transformers import masking_utils
     from transformers.models.llama import modeling_llama
 
     from lit_fsdp.data import batches
@@ -74,13 +73,22 @@ def leaking_run(folder: str, run: str, strategy: dict[str, Any], how: str) -> No
     packs = batches.collate_packs
     mask = lambda *given: {**packs(*given), "attention_mask": torch.ones_like(packs(*given)["input_ids"])}  # noqa: E731
     places: dict[str, tuple[Any, str, Any]] = {
-        "mask": (masking_utils, "find_packed_sequence_indices", lambda positions: None),
+        "mask": (
+            modeling_llama.LlamaAttention,
+            "forward",
+            _passing_over_lengths(modeling_llama.LlamaAttention.forward),
+        ),
         "2d": (batches, "collate_packs", mask),
         "positions": (modeling_llama.LlamaRotaryEmbedding, "forward", _place_as_angle),
     }
     setattr(*places[how])
     data = {"packing": True, "global_batch_size": 4, "micro_batch_size": 2, "max_seq_length": 160}
     packed_run(folder, run, strategy, 1, data)
+
+
+def _passing_over_lengths(forward: Any) -> Any:
+    """As a family whose attention is not given all that the model is."""
+    return lambda self, *args, sample_lengths=None, **kwargs: forward(self, *args, **kwargs)
 
 
 def _place_as_angle(self: Any, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -35,7 +35,7 @@ def test_packed_and_padded_have_the_same_loss_and_gradients(
     assert found[False]["proofs"] == []
     (proof,) = found[True]["proofs"]
     assert (proof["largest_change"], proof["tolerance"]) == (0.0, 0.0)
-    assert (proof["engine"], proof["attn_implementation"]) == (engine, "sdpa")
+    assert (proof["engine"], proof["attn_implementation"]) == (engine, "sdpa_by_sample")
 
 
 @pytest.mark.parametrize("engine", ["fsdp2", "fsdp1"])
@@ -88,7 +88,7 @@ def test_a_proof_is_remembered_by_model_attention_and_dtype(tiny_model: Path, tm
         assert all(proof["tokens"] <= 4 * 64 for proof in proofs)
         record = json.loads((tmp_path / str(run) / "isolation.json").read_text())
         assert (record["largest_change"], record["compute_dtype"]) == (0, "fp32" if precision == "fp32" else "bf16")
-        assert record["attn_implementation"] == model.get("attn_implementation", "sdpa")
+        assert record["attn_implementation"] == model.get("attn_implementation", "sdpa_by_sample")
         assert 0 <= record["largest_change_when_moved"] < record["tolerance_when_moved"]
 
 

@@ -7,8 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
+from lit_fsdp.data.batches import collate, collate_packs
+from lit_fsdp.models.attention import by_sample
+from lit_fsdp.models.loss import causal_lm_forward
 from lit_fsdp.models.packing import Isolation, last_hidden_states, measure_isolation, model_inputs
 from tests.unit.models.families import tiny
 
@@ -19,7 +24,13 @@ def _batch() -> dict[str, Any]:
     rows = [torch.cat([torch.arange(n) for n in (*row, 40 - sum(row))]) for row in LENGTHS]
     borders = torch.tensor([0, *(n for row in LENGTHS for n in (*row, 40 - sum(row)))]).cumsum(0).int()
     ids = torch.randint(3, 128, (2, 40), generator=torch.Generator().manual_seed(0))
-    return {"input_ids": ids, "position_ids": torch.stack(rows), "cu_seq_lens": borders, "longest": 32}
+    return {
+        "input_ids": ids,
+        "position_ids": torch.stack(rows),
+        "cu_seq_lens": borders,
+        "longest": 32,
+        "counts": torch.zeros(4),
+    }
 
 
 def test_states_that_are_nan_or_tell_nothing_are_noticed():
@@ -40,11 +51,13 @@ def test_flash_attention_gets_one_row_and_its_borders():
     assert set(model_inputs(batch, "flash_attention_2")) == {"input_ids", "labels", "position_ids"}  # padded
 
 
-def _model(family: str) -> Any:
+def _model(family: str, is_split: bool = False, **changes: Any) -> Any:
     config = tiny(family)
-    config.use_cache = False
+    config.update({"use_cache": False, **changes})
     torch.manual_seed(0)
     model: Any = AutoModelForCausalLM.from_config(config).eval()
+    if is_split:
+        by_sample(model, True)
     for param in model.parameters():
         if param.ndim > 1:  # else attention is nearly uniform, and nothing much depends on anything
             torch.nn.init.normal_(param, std=0.15)
@@ -52,23 +65,92 @@ def _model(family: str) -> Any:
 
 
 def _isolation(model: Any) -> Isolation:
-    return measure_isolation(lambda batch: last_hidden_states(model, batch, "sdpa"), _batch()["input_ids"])
+    attention = model.config._attn_implementation
+    return measure_isolation(lambda batch: last_hidden_states(model, batch, attention), _batch()["input_ids"])
+
+
+_WINDOW = {"sliding_window": 6}
+FAMILIES: dict[str, dict[str, Any]] = {
+    **{
+        family: {}
+        for family in ("llama", "mistral", "gpt2", "mixtral", "modernbert-decoder", "phi", "cohere", "gpt_neox")
+    },
+    **dict.fromkeys(("gemma3_text", "cohere2", "olmo3", "exaone4"), _WINDOW),
+    "qwen2": {**_WINDOW, "use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"]},
+    "llama4_text": {"attention_chunk_size": 6},
+}
 
 
 def test_packed_is_as_alone_in_fp32():
-    for family in ("llama", "mistral", "gemma3_text", "gpt2", "mixtral", "modernbert-decoder"):
-        model, batch = _model(family), _batch()
-        isolation = _isolation(model)
-        # experts take all tokens together: other shapes, other kernels
-        assert isolation.change <= (1e-5 if family == "mixtral" else 0.0), family
-        assert isolation.moved <= 1e-5, family
-        assert not isolation.is_blind
-        packed = last_hidden_states(model, batch, "sdpa").flatten(0, 1)
-        for begin, end in pairwise(batch["cu_seq_lens"].tolist()):
-            ids = batch["input_ids"].flatten()[None, begin:end]
-            alone = {"input_ids": ids, "position_ids": torch.arange(end - begin)[None]}
-            found, wanted = packed[begin:end], last_hidden_states(model, alone, "sdpa")[0]
-            assert (found - wanted).norm() / wanted.norm() <= 5e-6, family
+    """By a mask over the pack and sample by sample, with windows and chunks that are shorter than samples too."""
+    for family, changes in FAMILIES.items():
+        for is_split in (False, True):
+            model, batch = _model(family, is_split, **changes), _batch()
+            attention, isolation = model.config._attn_implementation, _isolation(model)
+            assert attention == ("sdpa_by_sample" if is_split else "sdpa"), family
+            # experts take all tokens together: other shapes, other kernels
+            assert isolation.change <= (1e-5 if family in ("mixtral", "llama4_text") else 0.0), family
+            assert isolation.moved <= 1e-5, family
+            assert not isolation.is_blind
+            packed = last_hidden_states(model, batch, attention).flatten(0, 1)
+            for begin, end in pairwise(batch["cu_seq_lens"].tolist()):
+                ids = batch["input_ids"].flatten()[None, begin:end]
+                alone = {"input_ids": ids, "position_ids": torch.arange(end - begin)[None]}
+                found, wanted = packed[begin:end], last_hidden_states(model, alone, "sdpa")[0]
+                assert (found - wanted).norm() / wanted.norm() <= 5e-6, (family, is_split)
+
+
+class _Largest(TorchDispatchMode):
+    """The most elements that a tensor of this many positions twice over has, beside those that all have."""
+
+    def __init__(self, num_tokens: int) -> None:
+        super().__init__()
+        self.num_tokens, self.found = num_tokens, set[str]()
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = op(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if torch.is_tensor(tensor) and sum(size >= self.num_tokens for size in tensor.shape) > 1:
+                self.found.add(f"{op} {tuple(tensor.shape)}")
+        return out
+
+
+def test_nothing_grows_with_the_square_of_a_pack_or_row():
+    """Forward and backward, windows too; and the gradients are those of one mask over all."""
+    tokens = 512
+    lengths = [200, 100, 150, 62]
+    rows = [(torch.arange(n).numpy() % 90 + 3, torch.ones(n, dtype=torch.bool).numpy()) for n in lengths]
+    packed = collate_packs([rows], tokens, 0)
+    padded = collate([(torch.arange(n).numpy() % 90 + 3, torch.ones(n).bool().numpy()) for n in (tokens, 400)], 0)
+    for family, changes in (
+        ("llama", {}),
+        ("mistral", {"sliding_window": 64}),
+        ("gemma3_text", {"sliding_window": 64}),
+    ):
+        for batch in (packed, padded):
+            grads = []
+            for is_split in (True, False):
+                model = _model(family, is_split, max_position_embeddings=tokens, **changes)
+                attention = model.config._attn_implementation
+                with _Largest(tokens) as largest:
+                    inputs = model_inputs(batch, attention)
+                    if not is_split and "padding" in inputs:
+                        inputs["attention_mask"] = inputs.pop("padding")
+                    causal_lm_forward(model, inputs).loss_sum.backward()
+                assert bool(largest.found) != is_split, (family, largest.found)
+                grads.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+            assert (grads[0] - grads[1]).norm() / grads[1].norm() <= 1e-5, family
+
+
+def test_packs_of_somebody_else_are_told_apart_by_their_positions():
+    """Without their lengths, as from a collator of one's own."""
+    model, batch = _model("llama", True), _batch()
+    with torch.no_grad():
+        plain = {name: batch[name] for name in ("input_ids", "position_ids")}
+        found, wanted = model(**plain).logits, last_hidden_states(model, batch, "sdpa_by_sample")
+        by_mask = _model("llama")(**plain).logits
+    assert torch.allclose(found, by_mask, atol=1e-5)
+    assert wanted.shape[:2] == found.shape[:2]
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -76,3 +158,4 @@ def test_families_that_leak_are_found():
     """None of these looks at where positions start anew: mask from elsewhere, or a state that is carried on."""
     for family in ("bloom", "opt"):
         assert _isolation(_model(family)).change > 0.01, family
+    assert _isolation(_model("opt", True)).change == 0  # which only takes a mask over the pack in another way

@@ -1,0 +1,121 @@
+"""SDPA over each sample of a pack by itself: nothing grows with the square of a pack, and no head is repeated.
+
+Shapes: B rows, H heads of queries, K of keys and values (H is a multiple), T tokens of a row, D size of a head.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+BY_SAMPLE = "sdpa_by_sample"
+"""The name under which transformers' models find it, as :func:`by_sample` gives it to them."""
+
+
+_running: list[Sequence[int] | None] = []
+"""The ``sample_lengths`` of the forward passes that are under way, the innermost last."""
+
+
+def by_sample(model: Any, is_wanted: bool) -> None:
+    """Let a model that would run with SDPA attend sample by sample, or again as transformers has it; in place."""
+    before = model.config._attn_implementation
+    if model._supports_attention_backend and before == ("sdpa" if is_wanted else BY_SAMPLE):
+        model.set_attn_implementation(BY_SAMPLE if is_wanted else "sdpa")
+        if is_wanted:
+            model.register_forward_pre_hook(_begin, with_kwargs=True)
+            model.register_forward_hook(_end, always_call=True)
+
+
+def _begin(model: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    _running.append(kwargs.get("sample_lengths"))
+
+
+def _end(*unused: Any) -> None:
+    _running.pop()
+
+
+def _mask(**asked: Any) -> torch.Tensor | int | None:
+    """What layers get as their mask: nothing if they are causal, the size of a sliding window, or what SDPA needs."""
+    window = asked.get("local_size")
+    is_chunked = window is not None and window == getattr(asked.get("config"), "attention_chunk_size", None)
+    is_other = asked.get("use_vmap") or asked.get("allow_is_bidirectional_skip") or is_chunked
+    is_one_pass = asked.get("attention_mask") is None and asked["q_length"] == asked["kv_length"]
+    # packed rows, of which transformers does not let it leave the mask out, come with their lengths, or from elsewhere
+    is_known = asked.get("allow_is_causal_skip", True) or bool(_running and _running[-1])
+    return window if is_one_pass and is_known and not is_other else sdpa_mask(**asked)
+
+
+def _attend(
+    module: torch.nn.Module,
+    query_BHTD: torch.Tensor,
+    key_BKTD: torch.Tensor,
+    value_BKTD: torch.Tensor,
+    attention_mask: torch.Tensor | int | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sample_lengths: Sequence[int] | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention of transformers' kind, (B, T, H, D); without ``sample_lengths`` of rows that are one sample each."""
+    tensors, size = (query_BHTD, key_BKTD, value_BKTD), query_BHTD.shape[-1]
+    if torch.is_tensor(attention_mask) or (attention_mask is None and sample_lengths is None):
+        return sdpa_attention_forward(module, *tensors, attention_mask, dropout=dropout, scaling=scaling, **others)
+    is_one_kernel = query_BHTD.is_cuda and query_BHTD.dtype != torch.float32 and size == value_BKTD.shape[-1] <= 256
+    if sample_lengths and is_one_kernel and not dropout and _has_varlen():
+        return _varlen(tensors, attention_mask, scaling, others["cu_seq_lens_q"], others["max_length_q"]), None
+    lengths, options = list(sample_lengths or [query_BHTD.shape[2]]), {"dropout_p": dropout, "scale": scaling}
+    parts: Any = zip(*(x.split(lengths, dim=2) for x in tensors), strict=True)
+    found = [_banded(part, attention_mask, options) for part in parts]
+    return torch.cat(found, dim=2).transpose(1, 2).contiguous(), None
+
+
+def _banded(tensors: Sequence[torch.Tensor], window: int | None, options: dict[str, Any]) -> torch.Tensor:
+    """Causal attention of one sample, a window of queries after the other where it is longer than that."""
+    query, key, value = tensors
+    num_tokens, grouped = query.shape[2], query.shape[1] != key.shape[1]
+    if window is None or num_tokens <= window:
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped, **options)
+    if grouped:  # beside a mask fast kernels take no groups
+        key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for x in (key, value))
+    positions = torch.arange(num_tokens, device=query.device)
+    found = []
+    for start in range(0, num_tokens, window):
+        queries, keys = slice(start, start + window), slice(max(0, start - window + 1), start + window)
+        distance = positions[queries].unsqueeze(1) - positions[keys]
+        near = (distance >= 0) & (distance < window)
+        part = (query[:, :, queries], key[:, :, keys], value[:, :, keys])
+        found.append(F.scaled_dot_product_attention(*part, attn_mask=near, **options))
+    return torch.cat(found, dim=2)
+
+
+@functools.cache
+def _has_varlen() -> bool:
+    """Whether this torch has :func:`_varlen`'s kernel with grouped heads and windows, and this GPU, from Ampere on."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters and torch.cuda.get_device_capability()[0] >= 8
+
+
+def _varlen(
+    tensors: Sequence[torch.Tensor], window: int | None, scaling: float | None, borders: torch.Tensor, longest: int
+) -> torch.Tensor:
+    """All samples of a row in one kernel of FlashAttention, which is part of torch."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    query, key, value = (x[0].transpose(0, 1) for x in tensors)
+    reach = (-1 if window is None else window - 1, 0)
+    options: Any = {"scale": scaling, "window_size": reach, "enable_gqa": query.shape[1] != key.shape[1]}
+    out: Any = varlen_attn(query, key, value, borders, borders, longest, longest, **options)
+    return out[None]
+
+
+AttentionInterface.register(BY_SAMPLE, _attend)
+AttentionMaskInterface.register(BY_SAMPLE, _mask)
