@@ -258,7 +258,7 @@ def measured_peak(run: Any) -> int:
     loss_plan = plan_loss(model, run.model.loss)
     module.forward = lambda batch: causal_lm_forward(model, batch, loss_plan).loss_sum  # type: ignore[method-assign]
     mesh = init_device_mesh(DEVICE, (8,), mesh_dim_names=("dp_shard",))
-    root = apply_fully_shard(module, plan, strategy, unit_options(strategy, mesh), [], lambda module: None)
+    root = apply_fully_shard(module, plan, strategy, unit_options(strategy, mesh), [], lambda module: None, not DRY_RUN)
     root.to_empty(device=DEVICE)
     model.tie_weights()
     for param in root.parameters():
