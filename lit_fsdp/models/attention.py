@@ -47,7 +47,9 @@ def _mask(**asked: Any) -> torch.Tensor | int | None:
     window = asked.get("local_size")
     is_chunked = window is not None and window == getattr(asked.get("config"), "attention_chunk_size", None)
     is_other = asked.get("use_vmap") or asked.get("allow_is_bidirectional_skip") or is_chunked
-    is_one_pass = asked.get("attention_mask") is None and asked["q_length"] == asked["kv_length"]
+    # transformers < 5.4 gives the positions of the queries: delete when the minimum is later
+    num_queries = asked["q_length"] if "q_length" in asked else len(asked["cache_position"])
+    is_one_pass = asked.get("attention_mask") is None and num_queries == asked["kv_length"]
     # packed rows, of which transformers does not let it leave the mask out, come with their lengths, or from elsewhere
     is_known = asked.get("allow_is_causal_skip", True) or bool(_running and _running[-1])
     return window if is_one_pass and is_known and not is_other else sdpa_mask(**asked)
