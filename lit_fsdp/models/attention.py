@@ -29,6 +29,8 @@ def by_sample(model: Any, is_wanted: bool) -> None:
     before = model.config._attn_implementation
     if model._supports_attention_backend and before == ("sdpa" if is_wanted else BY_SAMPLE):
         model.set_attn_implementation(BY_SAMPLE if is_wanted else "sdpa")
+        if torch.cuda.is_available():
+            _has_varlen()  # whose operator is known then, for recomputation that keeps attention
         if is_wanted:
             model.register_forward_pre_hook(_begin, with_kwargs=True)
             model.register_forward_hook(_end, always_call=True)

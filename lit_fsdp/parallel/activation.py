@@ -29,7 +29,7 @@ aten.mm aten.addmm aten.bmm aten.baddbmm aten._scaled_mm aten._grouped_mm aten._
 aten._scaled_dot_product_flash_attention aten._scaled_dot_product_flash_attention_for_cpu
 aten._scaled_dot_product_efficient_attention aten._scaled_dot_product_cudnn_attention
 aten._scaled_dot_product_fused_attention_overrideable aten._flash_attention_forward aten._efficient_attention_forward
-higher_order.flex_attention _c10d_functional.all_reduce _c10d_functional.reduce_scatter_tensor
+torch_attn._varlen_attn higher_order.flex_attention _c10d_functional.all_reduce _c10d_functional.reduce_scatter_tensor
 _c10d_functional.all_gather_into_tensor _c10d_functional.all_to_all_single
 """.split()
 # Before torch 2.15 what is kept passes host copies by, and stays on the device: delete when the minimum is 2.15.
