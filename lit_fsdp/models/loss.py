@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lit_fsdp.config.model import LossConfig
 from lit_fsdp.errors import require
+from lit_fsdp.models.attention import is_causal
 
 IGNORED = -100
 """Label of a token that is not supervised, as in ``torch.nn.functional.cross_entropy``."""
@@ -237,7 +238,8 @@ def token_losses(
 def _needs_mask(owner: Any) -> bool:
     """Whether padding behind a row changes what the model makes of it, or might: a router's loss is of all tokens."""
     is_known = owner is not None and type(owner).forward.__module__.startswith("transformers.models.")
-    return not is_known or bool(getattr(owner.config.get_text_config(), "output_router_logits", False))
+    has_router_loss = is_known and getattr(owner.config.get_text_config(), "output_router_logits", False)
+    return not is_known or has_router_loss or not is_causal(owner)
 
 
 def _trained(head: nn.Module) -> list[torch.Tensor]:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import transformers
 from datasets import Dataset
-from train import MAX_LENGTH, MICRO_PACKS, ROWS_PER_STEP
+from train import MICRO_PACKS, ROWS_PER_STEP
 from work import CLIP_NORM, OPTIM, SEED
 
 from lit_fsdp.host import cpu_has_bf16
@@ -64,8 +64,14 @@ def main(folder: Path, side: str) -> None:
     if side.startswith("trl-"):
         from trl import SFTConfig, SFTTrainer
 
-        more = {"max_length": MAX_LENGTH, "packing": packed, "packing_strategy": "bfd", "shuffle_dataset": True}
-        trainer: Any = SFTTrainer(model, SFTConfig(**options, **more), train_dataset=rows, processing_class=tokenizer)
+        more = {"max_length": work["length"], "packing": packed, "packing_strategy": "bfd", "shuffle_dataset": True}
+        adapters = None
+        if work["lora"]:
+            from peft import LoraConfig
+
+            adapters = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+        side_options = {"train_dataset": rows, "processing_class": tokenizer, "peft_config": adapters}
+        trainer: Any = SFTTrainer(model, SFTConfig(**options, **more), **side_options)
     else:
         padded = transformers.DataCollatorForSeq2Seq(tokenizer, label_pad_token_id=-100)
         trainer = transformers.Trainer(model, transformers.TrainingArguments(**options), padded, rows)

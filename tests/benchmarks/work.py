@@ -24,7 +24,14 @@ _WORDS = "red green blue white black yellow box ball cup book lamp hat one two t
 _DIGITS = {digit: value for value, digit in enumerate(f"{string.ascii_uppercase}{string.ascii_lowercase}0123456789+/")}
 
 
-def write_recipe(file: Path, model: Path, strategy: dict[str, Any], data: dict[str, Any], **trainer: Any) -> None:
+def write_recipe(
+    file: Path,
+    model: Path,
+    strategy: dict[str, Any],
+    data: dict[str, Any],
+    adapters: dict[str, Any] | None = None,
+    **trainer: Any,
+) -> None:
     """A recipe with the optimizer and clipping that all sides have, without checkpoints."""
     fixed = {"accelerator": "cpu", "gradient_clip_val": CLIP_NORM, "enable_checkpointing": False}
     # with few blocks most parameters are in the embedding, which is fine here
@@ -34,7 +41,7 @@ def write_recipe(file: Path, model: Path, strategy: dict[str, Any], data: dict[s
     values = {
         "seed_everything": SEED,
         "trainer": {**fixed, **trainer, "strategy": factory, "callbacks": steps},
-        "model": {"name": str(model), "optim": OPTIM},
+        "model": {"name": str(model), "optim": OPTIM, **(adapters or {})},
         "data": {"cache_dir": str(file.parent / "cache"), **data},
     }
     file.write_text(yaml.safe_dump(values, sort_keys=False))
