@@ -20,8 +20,8 @@ BY_SAMPLE = "sdpa_by_sample"
 """The name under which transformers' models find it, as :func:`by_sample` gives it to them."""
 
 
-_OWN_MASKS = "axk2 deepseek_v32 doge gemma4_unified_assistant glm_moe_dsa".split()
-"""Families of transformers (5.24) that go on from the mask to one of their own."""
+_OWN_MASKS = "axk2 deepseek_v32 doge gemma4_text gemma4_unified_text glm_moe_dsa".split()
+"""Families of transformers (5.24) that cut a mask, or go on from it to one of their own."""
 _running: list[Sequence[int] | None] = []
 """The ``sample_lengths`` of the forward passes that are under way, the innermost last."""
 
@@ -33,8 +33,8 @@ def is_causal(model: torch.nn.Module) -> bool:
 
 def by_sample(model: Any, is_wanted: bool) -> None:
     """Let a model that would run with SDPA attend sample by sample, or again as transformers has it; in place."""
-    before, kind = model.config._attn_implementation, model.config.get_text_config().model_type
-    fits = model._supports_attention_backend and kind not in _OWN_MASKS and is_causal(model)
+    before = model.config._attn_implementation
+    fits = model._supports_attention_backend and model.config.model_type not in _OWN_MASKS and is_causal(model)
     if fits and before == ("sdpa" if is_wanted else BY_SAMPLE):
         model.set_attn_implementation(BY_SAMPLE if is_wanted else "sdpa")
         if torch.cuda.is_available():
