@@ -42,7 +42,16 @@ from lit_fsdp.models.build import (
 from lit_fsdp.models.export_files import model_entry, model_files
 from lit_fsdp.models.generate import generate_ids
 from lit_fsdp.models.lora import LoraWeights
-from lit_fsdp.models.loss import LossPlan, TokenLoss, causal_lm_forward, plan_loss, sample_losses
+from lit_fsdp.models.loss import (
+    IGNORED,
+    NUM_TARGETS,
+    LossPlan,
+    TokenLoss,
+    causal_lm_forward,
+    next_targets,
+    plan_loss,
+    sample_losses,
+)
 from lit_fsdp.models.neftune import embedding_noise
 from lit_fsdp.models.optimizers import MuonWithAdamW, hidden_matrices, optimizer_class
 from lit_fsdp.models.packing import last_hidden_states, model_inputs
@@ -265,6 +274,13 @@ class CausalLMModule(LightningModule):
         allowed = f"max_steps or max_epochs, which schedule {optim.schedule} falls towards"
         require(limits and min(limits) >= 0, "trainer.max_steps", "no end of training", allowed)
         return min(limits)
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Count what is supervised while the batch is on the host, which then does not wait for the device."""
+        strategy: Any = self.trainer.strategy
+        if is_accelerator(strategy.root_device) and isinstance(batch, Mapping) and "labels" in batch:
+            return {**batch, NUM_TARGETS: int((next_targets(batch) != IGNORED).sum())}
+        return batch
 
     # -- evaluation
 

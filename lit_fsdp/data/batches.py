@@ -30,7 +30,7 @@ def collate(samples: Sequence[Sample | None], pad_id: int) -> Batch:
 
     Returns:
         int64 ``input_ids``, ``attention_mask`` and ``labels`` (B, T), -100 where nothing is supervised, and ``counts``,
-        as :data:`~lit_fsdp.metrics.step_metrics.BATCH_COUNTS`; ``num_targets``, the number of labels, as a plain one.
+        as :data:`~lit_fsdp.metrics.step_metrics.BATCH_COUNTS`.
     """
     lengths = np.array([len(sample[0]) if sample else 1 for sample in samples])
     batch = _filled([[sample] if sample else [] for sample in samples], int(lengths.max()), pad_id)
@@ -70,7 +70,7 @@ def collate_packs(packs: Sequence[Sequence[Sample]], length: int, pad_id: int) -
 
 
 def _filled(packs: Sequence[Sequence[Sample]], length: int, pad_id: int) -> Batch:
-    """Token ids and labels of some packs, both int64 (B, ``length``), their counts, and the number of labels."""
+    """Token ids and labels of some packs, both int64 (B, ``length``), and their counts."""
     ids = np.full((len(packs), length), pad_id, dtype=np.int64)
     labels = np.full_like(ids, IGNORED)
     for b, pack in enumerate(packs):
@@ -83,8 +83,7 @@ def _filled(packs: Sequence[Sequence[Sample]], length: int, pad_id: int) -> Batc
             labels[b, start] = IGNORED
     lengths = [len(tokens) for pack in packs for tokens, _ in pack]
     counts = torch.tensor([sum(lengths), len(lengths), ids.size, sum(length**2 for length in lengths)])
-    tensors = {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels), "counts": counts}
-    return {**tensors, "num_targets": int((labels != IGNORED).sum())}
+    return {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels), "counts": counts}
 
 
 def collate_items(items: Sequence[Sequence[Sample]], pack_length: int | None, pad_id: int, pairs: bool) -> Batch:

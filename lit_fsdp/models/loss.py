@@ -182,7 +182,7 @@ def target_positions(targets_BT: torch.Tensor, num: int | None = None) -> torch.
     is_target = (targets_BT != IGNORED).flatten()
     if num is None:
         return is_target.nonzero().squeeze(1)
-    torch._assert_async(is_target.sum() == num, f"labels changed since the batch was made: drop its {NUM_TARGETS}")
+    torch._assert_async(is_target.sum() == num, f"labels changed on the device: drop {NUM_TARGETS} of the batch")
     return torch.nonzero_static(is_target, size=num).squeeze(1)
 
 

@@ -40,6 +40,7 @@ def test_attention_on_gpus_is_said_and_refused_where_it_is_not_there(monkeypatch
         (None, 9, None, None, f"{kernels}flash without a mask, memory-efficient or cuDNN's with one), the default"),
     ):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda found=major: (found, 0))
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(importlib.util, "find_spec", lambda _, found=package: found)
         with nullcontext() if fix is None else pytest.raises(ConfigError) as caught:
             check_attention(name, "cuda")
