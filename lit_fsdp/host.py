@@ -102,7 +102,7 @@ def wait_for_first() -> None:
     os.close(int(waiting))
 
 
-def outlive(parent: int, pause: Callable[[], object]) -> None:
+def wait_until_orphaned(parent: int, pause: Callable[[], object]) -> None:
     """Return once ``parent`` has ended and is this process's parent no more, or ``pause`` between looks is true."""
     while os.getppid() == parent and not pause():
         pass
@@ -119,7 +119,7 @@ def end_with_first(is_running: Callable[[], bool]) -> None:
         return
 
     def watch() -> None:
-        outlive(parent, lambda: time.sleep(1.0))
+        wait_until_orphaned(parent, lambda: time.sleep(1.0))
         while not is_running():  # it has ended in peace, perhaps
             time.sleep(1.0)
         text = f"[rank {global_rank()}] error: lost contact: the rank that started this one has ended; see its own log"

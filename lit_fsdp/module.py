@@ -275,10 +275,9 @@ class CausalLMModule(LightningModule):
         require(limits and min(limits) >= 0, "trainer.max_steps", "no end of training", allowed)
         return min(limits)
 
-    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Count what is supervised while the batch is on the host, which then does not wait for the device."""
-        strategy: Any = self.trainer.strategy
-        if is_accelerator(strategy.root_device) and isinstance(batch, Mapping) and "labels" in batch:
+    def counted(self, batch: Any) -> Any:
+        """A batch on the host with the number of its supervised tokens, for which no device is waited then."""
+        if isinstance(batch, Mapping) and "labels" in batch:
             return {**batch, NUM_TARGETS: int((next_targets(batch) != IGNORED).sum())}
         return batch
 

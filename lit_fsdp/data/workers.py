@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from lit_fsdp.host import outlive, return_freed_memory
+from lit_fsdp.host import return_freed_memory, wait_until_orphaned
 
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
@@ -70,5 +70,7 @@ def _wait_for_parent(parent: int) -> None:
         received = signal.sigtimedwait(_IGNORED, 1.0)
         return bool(received and received.si_signo == signal.SIGTERM and received.si_pid == parent)
 
-    outlive(parent, is_asked)  # torch's loaders look only between batches, which one that is stuck never reaches
+    wait_until_orphaned(
+        parent, is_asked
+    )  # torch's loaders look only between batches, which one that is stuck never reaches
     os._exit(0)

@@ -279,6 +279,13 @@ class EngineStrategy(Checkpoints):
         self.mesh = build_mesh(self.root_device.type, replicas, shards, timedelta(seconds=seconds))
         self.shard_group, self.has_copies = self.mesh.get_group(SHARD) if shards > 1 else None, replicas > 1
 
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        """Move a batch; a module of ours counts its targets before, while nothing waits for that."""
+        counted = getattr(self.lightning_module, "counted", None)
+        if counted is not None and is_accelerator(self.root_device):
+            batch = counted(batch)
+        return super().batch_to_device(batch, device, dataloader_idx)  # type: ignore[misc]
+
     def process_dataloader(self, dataloader: object) -> object:
         """Give each loader a generator of its own; they would draw from the global one, which a resume goes on with."""
         if isinstance(dataloader, DataLoader) and dataloader.generator is None:
