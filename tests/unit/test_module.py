@@ -188,3 +188,9 @@ def test_scores_per_row_leave_fillers_out():
 def test_a_value_that_the_optimizer_does_not_take():
     with pytest.raises(ConfigError, match=r"model\.optim: got torch\.optim\.SGD: Invalid momentum value"):
         fit([rows(1)], module(optimizer="torch.optim.SGD", optimizer_args={"momentum": -1.0}))
+
+
+def test_hooks_that_move_batches_are_left_to_data_modules():
+    """Lightning warns in every run of a module that has one beside a data module, and passes over the latter's."""
+    hooks = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+    assert not [hook for hook in hooks if hook in vars(CausalLMModule)]
