@@ -103,7 +103,7 @@ def wait_for_first() -> None:
 
 
 def wait_until_orphaned(parent: int, pause: Callable[[], object]) -> None:
-    """Return once ``parent`` has ended and is this process's parent no more, or ``pause`` between looks is true."""
+    """Return once ``parent`` is this process's parent no more, as it has ended, or ``pause`` between looks is true."""
     while os.getppid() == parent and not pause():
         pass
 

@@ -70,7 +70,6 @@ def _wait_for_parent(parent: int) -> None:
         received = signal.sigtimedwait(_IGNORED, 1.0)
         return bool(received and received.si_signo == signal.SIGTERM and received.si_pid == parent)
 
-    wait_until_orphaned(
-        parent, is_asked
-    )  # torch's loaders look only between batches, which one that is stuck never reaches
+    # torch's loaders look only between batches, which one that is stuck never reaches
+    wait_until_orphaned(parent, is_asked)
     os._exit(0)

@@ -18,8 +18,6 @@ from transformers.masking_utils import sdpa_mask
 
 BY_SAMPLE = "sdpa_by_sample"
 """The name under which transformers' models find it, as :func:`by_sample` gives it to them."""
-
-
 _OWN_MASKS = "axk2 deepseek_v32 doge gemma4_text gemma4_unified_text glm_moe_dsa".split()
 """Families of transformers (5.24) that cut a mask, or go on from it to one of their own."""
 _running: list[Sequence[int] | None] = []
@@ -27,7 +25,7 @@ _running: list[Sequence[int] | None] = []
 
 
 def is_causal(model: torch.nn.Module) -> bool:
-    """Whether no token attends to later ones; models of the kind of BERT do, unless they are configured as decoders."""
+    """Whether no token attends to later ones; in BERT and its like it does, unless they are configured as decoders."""
     return all(getattr(module, "is_causal", True) is not False for module in model.modules())
 
 
@@ -60,7 +58,7 @@ def _mask(**asked: Any) -> torch.Tensor | int | None:
     # transformers < 5.4 gives the positions of the queries: delete when the minimum is later
     num_queries = asked["q_length"] if "q_length" in asked else len(asked["cache_position"])
     is_one_pass = asked.get("attention_mask") is None and num_queries == asked["kv_length"]
-    # packed rows, of which transformers does not let it leave the mask out, come with their lengths, or from elsewhere
+    # transformers forbids the skip for packed rows; those of our batches bring their lengths along instead of a mask
     is_known = asked.get("allow_is_causal_skip", True) or bool(_running and _running[-1])
     return window if is_one_pass and is_known and not is_other else sdpa_mask(**asked)
 
@@ -77,11 +75,11 @@ def _attend(
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention of transformers' kind, (B, T, H, D); without ``sample_lengths`` of rows that are one sample each."""
-    tensors, size = (query_BHTD, key_BKTD, value_BKTD), query_BHTD.shape[-1]
+    tensors = (query_BHTD, key_BKTD, value_BKTD)
     if torch.is_tensor(attention_mask) or (attention_mask is None and sample_lengths is None):
         return sdpa_attention_forward(module, *tensors, attention_mask, dropout=dropout, scaling=scaling, **others)
-    is_one_kernel = query_BHTD.is_cuda and query_BHTD.dtype != torch.float32 and size == value_BKTD.shape[-1] <= 256
-    if sample_lengths and is_one_kernel and not dropout and _has_varlen():
+    fits_flash = query_BHTD.dtype != torch.float32 and query_BHTD.shape[-1] == value_BKTD.shape[-1] <= 256
+    if sample_lengths and query_BHTD.is_cuda and fits_flash and not dropout and _has_varlen():
         return _varlen(tensors, attention_mask, scaling, others["cu_seq_lens_q"], others["max_length_q"]), None
     lengths, options = list(sample_lengths or [query_BHTD.shape[2]]), {"dropout_p": dropout, "scale": scaling}
     parts: Any = zip(*(x.split(lengths, dim=2) for x in tensors), strict=True)
