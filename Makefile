@@ -139,4 +139,5 @@ $(VENV)/docs.stamp: $(VENV)/run.stamp
 $(VENV)/peers.stamp: $(VENV)/run.stamp
 	@echo "installing what is measured against"
 	@$(INSTALL) -e '.[gguf,peers]'
+	@$(INSTALL) --no-deps litgpt==0.5.13  # it asks for older releases of what it also runs with
 	@touch $@

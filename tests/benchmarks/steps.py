@@ -26,7 +26,8 @@ class Steps(Callback):
         if not self.found["times"]:
             reset_peak_host_bytes()  # from here on the optimizer state is there
         counts = step_counts(pl_module.step_totals)  # type: ignore[arg-type]
-        self.found["losses"].append(counts["loss_sum"] / counts["supervised_tokens"])
+        mean = counts["loss_sum"] / counts["supervised_tokens"]
+        self.found["losses"].append(float(trainer.logged_metrics.get("train_loss", mean)))
         self.found["supervised"].append(counts["supervised_tokens"])
         self.found["times"].append(time.time())
         self.found["peak_bytes"] = peak_host_bytes()

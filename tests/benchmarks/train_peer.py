@@ -1,9 +1,9 @@
 """One epoch with TRL's SFTTrainer or the Transformers Trainer, with every step written down.
 
-    python train_peer.py WORK_FOLDER trl-packed|trl-packed-1|trl-padded|trainer-padded
+    python train_peer.py WORK_FOLDER trl-packed|trl-packed-1|trl-padded|trainer-padded|trl-long|trl-dpo[-precomputed]
 
 fp32 weights, bf16 autocast where the CPU has instructions for it, fused AdamW, gradients clipped to a norm of 1; no
-recomputation, no evaluation.
+evaluation, recomputation of long rows alone.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import transformers
 from datasets import Dataset
-from train import MICRO_PACKS, ROWS_PER_STEP
+from train import MICRO_PACKS, PAIRS_PER_STEP, ROWS_PER_STEP
 from work import CLIP_NORM, OPTIM, SEED
 
 from lit_fsdp.host import cpu_has_bf16
@@ -56,22 +56,34 @@ def main(folder: Path, side: str) -> None:
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_pretrained(work["model"], dtype=torch.float32)
     tokenizer = transformers.AutoTokenizer.from_pretrained(work["model"])
-    packed = "-packed" in side
-    micro = 1 if side.endswith("-1") else MICRO_PACKS if packed else ROWS_PER_STEP
-    accumulate = (work["packs_per_step"] if packed else ROWS_PER_STEP) // micro
+    packed, is_long, is_dpo = "-packed" in side, side == "trl-long", "-dpo" in side
+    micro = 1 if side.endswith("-1") or is_long else MICRO_PACKS if packed else ROWS_PER_STEP
+    micro = PAIRS_PER_STEP if is_dpo else micro
+    accumulate = 1 if is_dpo else (work["packs_per_step"] if packed or is_long else ROWS_PER_STEP) // micro
     options = {"output_dir": folder / "peer", "per_device_train_batch_size": micro, **OPTIONS}
-    options["gradient_accumulation_steps"] = accumulate
+    options |= {"gradient_accumulation_steps": accumulate, "gradient_checkpointing": is_long}
     if side.startswith("trl-"):
-        from trl import SFTConfig, SFTTrainer
+        from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
-        more = {"max_length": work["length"], "packing": packed, "packing_strategy": "bfd", "shuffle_dataset": True}
+        class Tokenized(DPOTrainer):
+            """Takes rows that are tokens already, as SFTTrainer does."""
+
+            def _prepare_dataset(self, dataset: Any, *unused: Any) -> Any:
+                return dataset
+
         adapters = None
         if work["lora"]:
             from peft import LoraConfig
 
             adapters = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
         side_options = {"train_dataset": rows, "processing_class": tokenizer, "peft_config": adapters}
-        trainer: Any = SFTTrainer(model, SFTConfig(**options, **more), **side_options)
+        trainer: Any
+        if is_dpo:
+            more = {"max_length": work["length"], "precompute_ref_log_probs": side.endswith("-precomputed")}
+            trainer = Tokenized(model, args=DPOConfig(**options, **more), **side_options)
+        else:
+            more = {"max_length": work["length"], "packing": packed, "packing_strategy": "bfd", "shuffle_dataset": True}
+            trainer = SFTTrainer(model, SFTConfig(**options, **more), **side_options)
     else:
         padded = transformers.DataCollatorForSeq2Seq(tokenizer, label_pad_token_id=-100)
         trainer = transformers.Trainer(model, transformers.TrainingArguments(**options), padded, rows)
@@ -80,7 +92,8 @@ def main(folder: Path, side: str) -> None:
 
     def counting(rows: list[Any]) -> Any:
         batch = collate(rows)
-        supervised.append(int((batch["labels"][:, 1:] != -100).sum()))
+        counted = batch["completion_mask"].sum() if is_dpo else (batch["labels"][:, 1:] != -100).sum()
+        supervised.append(int(counted))
         return batch
 
     trainer.data_collator = counting

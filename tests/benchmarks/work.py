@@ -38,10 +38,13 @@ def write_recipe(
     arguments = {"precision": "auto", "wrap": {"max_root_share": 1.0}, **strategy}
     factory = {"class_path": "lit_fsdp.fsdp_strategy", "init_args": arguments}
     steps = [{"class_path": "tests.benchmarks.steps.Steps"}]
+    section: dict[str, Any] = {"name": str(model), "optim": OPTIM, **(adapters or {})}
+    if class_path := section.pop("class_path", None):
+        section = {"class_path": class_path, "init_args": section}
     values = {
         "seed_everything": SEED,
         "trainer": {**fixed, **trainer, "strategy": factory, "callbacks": steps},
-        "model": {"name": str(model), "optim": OPTIM, **(adapters or {})},
+        "model": section,
         "data": {"cache_dir": str(file.parent / "cache"), **data},
     }
     file.write_text(yaml.safe_dump(values, sort_keys=False))
