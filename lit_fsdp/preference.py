@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_map_only
 
 from lit_fsdp.config.model import PreferenceModelConfig
 from lit_fsdp.config.parser import build
@@ -25,8 +26,8 @@ from lit_fsdp.data.order import FILLER
 from lit_fsdp.errors import require
 from lit_fsdp.host import cache_root, is_first_process, make_once
 from lit_fsdp.metrics.step_metrics import STEP_COUNTS, SumMetric
-from lit_fsdp.models.loss import TokenLoss, sample_losses
-from lit_fsdp.models.packing import model_inputs
+from lit_fsdp.models.loss import ONE_ROW, TokenLoss, sample_losses
+from lit_fsdp.models.packing import model_inputs, pairs_in_one_row, rows_of_pairs
 from lit_fsdp.models.preference import PAIR_COUNTS, adapters_off, evaluating, pair_metrics, preference_forward
 from lit_fsdp.module import CausalLMModule
 from lit_fsdp.parallel.base import SHARD, EngineStrategy
@@ -46,6 +47,8 @@ class PreferenceModule(CausalLMModule):
 
     config: PreferenceModelConfig
     takes_pairs = True
+    # how they are laid out, one of ways_to_lay_out(), as IsolationProof has found; None: padded, as nobody has looked
+    pair_rows: str | None = None
     _divided_by = len(STEP_COUNTS)
 
     def __init__(self, **kwargs: Any) -> None:
@@ -60,13 +63,39 @@ class PreferenceModule(CausalLMModule):
     def forward(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Log-probabilities of the chosen and rejected completions of a batch, fp32 (2, P), without a graph."""
         assert self.model is not None
-        sums_B, _ = sample_losses(self.model, model_inputs(batch, self.attn_implementation), self._loss_plan)
+        sums_B, _ = sample_losses(self.model, self._inputs(batch), self._loss_plan)
         return -sums_B.view(2, -1)
+
+    def ways_to_lay_out(self) -> tuple[str, ...]:
+        """See :func:`~lit_fsdp.models.packing.rows_of_pairs`; compiled code would be made for each length of a row."""
+        strategy = self.trainer.strategy
+        if isinstance(strategy, EngineStrategy) and strategy.config.compile:
+            return ("padded",)
+        ways = rows_of_pairs(self.model, self.attn_implementation)
+        return ways if self.config.neftune_alpha is None else ways[-2:]  # whose noise is of one sample each
+
+    def laid_out(self, batch: Any) -> Any:
+        """A batch with its pairs in one row, if they are to be, and what is counted; best on the host."""
+        is_known = isinstance(batch, Mapping) and ONE_ROW not in batch and {"counts", "attention_mask"} <= batch.keys()
+        if not is_known or self.pair_rows in (None, "padded"):
+            return batch
+        return pairs_in_one_row(batch, self.pair_rows == "shared")
+
+    def counted(self, batch: Any) -> Any:
+        """The batch laid out, too, in memory from which it travels by itself."""
+        return super().counted(tree_map_only(torch.Tensor, torch.Tensor.pin_memory, self.laid_out(batch)))
+
+    def training_step(self, batch: Mapping[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        """The summed loss of the pairs of this rank's micro-batch."""
+        return super().training_step(self.laid_out(batch), batch_idx)
+
+    def _inputs(self, batch: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        return model_inputs(self.laid_out(batch), self.attn_implementation)
 
     def _forward(self, batch: Mapping[str, torch.Tensor]) -> tuple[TokenLoss, list[torch.Tensor]]:
         assert self.model is not None
         assert self._loss_plan is not None
-        config, inputs = self.config.preference, model_inputs(batch, self.attn_implementation)
+        config, inputs = self.config.preference, self._inputs(batch)
         reference = self._reference(batch) if config.has_reference else None
         loss, sums = preference_forward(self.model, inputs, config, self._loss_plan, reference)
         return loss, [sums]

@@ -34,6 +34,8 @@ def test_losses_and_rewards_are_those_of_a_plain_loop(tiny_model: Path, tmp_path
         assert worst(found["steps"], wanted) < 2e-5, (engine, micro)
         first, last = found["steps"][0], found["steps"][-1]
         assert first["loss"] == pytest.approx(math.log(2), abs=1e-6)
+        assert found["rows"] == "shared"
+        assert found["tokens"] == found["slots"]
         assert last["rewards/margins"] > 0.5
         assert last["rewards/accuracies"] == 1
         kept = kept or found["references"]
