@@ -55,6 +55,7 @@ def audit_recipe(run: RunConfig) -> dict[str, Any]:
         "sharding": strategy.sharding,
         "ranks": run.world_size,
         "replicate_degree": copies,
+        "context_parallel": strategy.context_config.degree,
         "precision": {"mode": strategy.precision_config.mode, "declared": declared_dtypes(row, frozen)},
         "state_per_rank": state,
         "optimizer": optim.optimizer,

@@ -364,7 +364,7 @@ class RecipeCLI(LightningCLI):
         for rule in RULES:
             rule(run)
         if ours["data"] and self.verb == "fit":
-            self.datamodule.fix_batches(run.world_size, parsed.trainer.accumulate_grad_batches)
+            self.datamodule.fix_batches(run.data_ranks, parsed.trainer.accumulate_grad_batches)
         if ours["model"] or ours["data"]:
             check_finders(trainer.callbacks, model)
         if isinstance(strategy, EngineStrategy):

@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from lit_fsdp.config.data import DEFAULT_BATCH, DataConfig, accumulation_steps
 from lit_fsdp.config.parser import build
 from lit_fsdp.config.run import check_whole_batches
+from lit_fsdp.config.strategy import StrategyConfig
 from lit_fsdp.data.batches import BatchLoader, SampleBatches
 from lit_fsdp.data.encode import RowEncoder
 from lit_fsdp.data.order import GlobalOrder, micro_batches, num_micro_batches
@@ -141,7 +142,7 @@ class CausalLMDataModule(LightningDataModule):
         may_be_cut = self.config.streaming or trainer.fast_dev_run
         check_whole_batches(trainer.overfit_batches, None if may_be_cut else trainer.limit_train_batches)
         given = trainer.accumulate_grad_batches
-        trainer.accumulate_grad_batches = self.fix_batches(trainer.world_size, given if given > 1 else None)
+        trainer.accumulate_grad_batches = self.fix_batches(data_ranks(trainer)[0], given if given > 1 else None)
         if not self.config.has("val"):
             trainer.limit_val_batches = 0  # or Lightning warns of a loader without batches
 
@@ -158,7 +159,7 @@ class CausalLMDataModule(LightningDataModule):
         if config.streaming:
             return self._streamed()
         order = self._order()
-        ranks, rank, micro = trainer.world_size, trainer.global_rank, config.micro_batch_size
+        (ranks, rank), micro = data_ranks(trainer), config.micro_batch_size
 
         def indices() -> Iterator[list[int]]:
             epoch, first = divmod(int(trainer.global_step), order.batches_per_epoch)
@@ -184,7 +185,7 @@ class CausalLMDataModule(LightningDataModule):
             return 0, step * accumulate, (step + 1) * accumulate
         order = self._order()
         epoch, index = divmod(step - 1, order.batches_per_epoch)
-        length = num_micro_batches(order, self.config.micro_batch_size, self._trainer().world_size)
+        length = num_micro_batches(order, self.config.micro_batch_size, data_ranks(self._trainer())[0])
         return epoch, min((index + 1) * accumulate, length), length
 
     def state_dict(self) -> dict[str, Any]:
@@ -242,8 +243,8 @@ class CausalLMDataModule(LightningDataModule):
         if self._stream is None:
             trainer, config, pad = self._trainer(), self.config, self._pad_id()
             stream = SampleStream(config, self._encoder(), self._order_seed())
-            pin = is_accelerator(trainer.strategy.root_device)
-            self._stream = StreamLoader(stream, trainer.global_rank, trainer.world_size, pad, config, pin)
+            pin, (ranks, rank) = is_accelerator(trainer.strategy.root_device), data_ranks(trainer)
+            self._stream = StreamLoader(stream, rank, ranks, pad, config, pin)
             self._stream.begin = lambda: (int(trainer.global_step), self._position)
         return self._stream
 
@@ -252,7 +253,8 @@ class CausalLMDataModule(LightningDataModule):
         parts = np.split(np.arange(len(samples)), np.cumsum(samples.groups)[:-1] if samples.sets else [])
         cut = partial(micro_batches, micro_batch_size=self.config.micro_batch_size)
         # all items of a batch are of one set; sets take turns, so that trainer.limit_val_batches leaves some of each
-        turns = zip_longest(*(cut(part, ranks=trainer.world_size, rank=trainer.global_rank) for part in parts))
+        ranks, rank = data_ranks(trainer)
+        turns = zip_longest(*(cut(part, ranks=ranks, rank=rank) for part in parts))
         batches = [one for turn in turns for one in turn if one is not None]
         return self._loader(split, lambda: iter(batches), len(batches))
 
@@ -304,3 +306,10 @@ class CausalLMDataModule(LightningDataModule):
                 raise ConfigError("data", "no tokenizer", allowed, "call datamodule.attach(tokenizer, seed)")
             self._tokenizer = tokenizer
         return self._tokenizer
+
+
+def data_ranks(trainer: Any) -> tuple[int, int]:
+    """Ranks that get rows of their own, and which one this is; those of a context group get the same."""
+    config = getattr(trainer.strategy, "config", None)
+    degree = config.context_config.degree if isinstance(config, StrategyConfig) else 1
+    return trainer.world_size // degree, trainer.global_rank // degree

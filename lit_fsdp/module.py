@@ -39,6 +39,7 @@ from lit_fsdp.models.build import (
     check_attention,
     kept_with_adapters,
 )
+from lit_fsdp.models.context import ContextGroup
 from lit_fsdp.models.export_files import model_entry, model_files
 from lit_fsdp.models.generate import generate_ids
 from lit_fsdp.models.lora import LoraWeights
@@ -48,9 +49,11 @@ from lit_fsdp.models.loss import (
     LossPlan,
     TokenLoss,
     causal_lm_forward,
+    context_of,
     next_targets,
     plan_loss,
     sample_losses,
+    targets_here,
 )
 from lit_fsdp.models.neftune import embedding_noise
 from lit_fsdp.models.optimizers import MuonWithAdamW, hidden_matrices, optimizer_class
@@ -71,6 +74,7 @@ class CausalLMModule(LightningModule):
 
     model: nn.Module | None  # the transformers model, once it is built
     attn_implementation: str  # that it runs with then
+    cuts_rows = True  # over the ranks of a context group
     takes_pairs = False  # of a chosen and a rejected completion
     # with adapters: what a checkpoint holds of the model, beside its base; else all
     saved_names: set[str] | None = None
@@ -186,7 +190,7 @@ class CausalLMModule(LightningModule):
 
     def training_step(self, batch: Mapping[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
         """The summed loss of this rank's micro-batch, an fp32 scalar; scaled only before the optimizer step."""
-        alpha = self.config.neftune_alpha
+        alpha, batch = self.config.neftune_alpha, self.laid_out(batch)
         with embedding_noise(self.model, alpha, batch, self.global_rank) if alpha else nullcontext():
             loss, more = self._forward(batch)
         sums_3 = torch.stack([s.detach().double() for s in (loss.num_tokens, loss.nll_sum, loss.num_correct)])
@@ -277,9 +281,24 @@ class CausalLMModule(LightningModule):
 
     def counted(self, batch: Any) -> Any:
         """A batch on the host with the number of its supervised tokens, for which no device is waited then."""
+        batch = self.laid_out(batch)
         if isinstance(batch, Mapping) and "labels" in batch:
-            return {**batch, NUM_TARGETS: int((next_targets(batch) != IGNORED).sum())}
+            return {**batch, NUM_TARGETS: int((targets_here(batch, next_targets(batch)) != IGNORED).sum())}
         return batch
+
+    def laid_out(self, batch: Any) -> Any:
+        """A batch with this rank's part of it, where several compute the same rows; best on the host."""
+        if self.context is None or not isinstance(batch, Mapping) or context_of(batch) is not None:
+            return batch
+        return self.context.cut(batch)
+
+    @property
+    def context(self) -> ContextGroup | None:
+        """The ranks that get the same rows and compute a part of their positions each."""
+        return getattr(self.trainer.strategy, "context", None) if self._trainer else None
+
+    def _inputs(self, batch: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        return model_inputs(self.laid_out(batch), self.attn_implementation)
 
     # -- evaluation
 
@@ -321,7 +340,9 @@ class CausalLMModule(LightningModule):
     ) -> list[dict[str, float]]:
         """Score each row: its summed loss in nats, its supervised tokens and its perplexity; fillers are left out."""
         assert self.model is not None
-        sums, tokens = sample_losses(self.model, model_inputs(batch, self.attn_implementation), self._loss_plan)
+        sums, tokens = sample_losses(self.model, self._inputs(batch), self._loss_plan)
+        if self.context is not None and self.context.rank:
+            return []  # the first of the group says it
         numbers = batch["row"].tolist() if "row" in batch else [None] * len(sums)
         return [
             {"loss_sum": loss, "supervised_tokens": num, "perplexity": math.exp(min(loss / max(1, num), 700))}
@@ -338,12 +359,15 @@ class CausalLMModule(LightningModule):
     def _forward(self, batch: Mapping[str, torch.Tensor]) -> tuple[TokenLoss, list[torch.Tensor]]:
         """The loss of a batch, and sums of a subclass, fp64, that are added up over the global batch beside it."""
         assert self.model is not None
-        return causal_lm_forward(self.model, model_inputs(batch, self.attn_implementation), self._loss_plan), []
+        return causal_lm_forward(self.model, self._inputs(batch), self._loss_plan), []
 
-    def last_hidden_states(self, batch: Mapping[str, Any]) -> torch.Tensor:
-        """What the head sees of a batch, (B, T, hidden size), without a graph; it shows whether packs are isolated."""
+    def last_hidden_states(self, batch: Mapping[str, Any], whole: bool = False) -> torch.Tensor:
+        """What the head sees of a batch, (B, T, hidden size), without a graph; it shows whether packs are isolated.
+
+        With ``whole`` every rank of a context group computes all of it.
+        """
         assert self.model is not None
-        return last_hidden_states(self.model, batch, self.attn_implementation)
+        return last_hidden_states(self.model, batch, self.attn_implementation, None if whole else self.context)
 
     def answers(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[list[int]]:
         """Token ids of the most likely answer to each prompt; every rank calls the model as often as the others."""

@@ -27,7 +27,7 @@ from lit_fsdp.errors import require
 from lit_fsdp.host import cache_root, is_first_process, make_once
 from lit_fsdp.metrics.step_metrics import STEP_COUNTS, SumMetric
 from lit_fsdp.models.loss import ONE_ROW, TokenLoss, sample_losses
-from lit_fsdp.models.packing import model_inputs, pairs_in_one_row, rows_of_pairs
+from lit_fsdp.models.packing import pairs_in_one_row, rows_of_pairs
 from lit_fsdp.models.preference import PAIR_COUNTS, adapters_off, evaluating, pair_metrics, preference_forward
 from lit_fsdp.module import CausalLMModule
 from lit_fsdp.parallel.base import SHARD, EngineStrategy
@@ -72,14 +72,16 @@ class PreferenceModule(CausalLMModule):
         if isinstance(strategy, EngineStrategy) and strategy.config.compile:
             return ("padded",)
         ways = rows_of_pairs(self.model, self.attn_implementation)
+        if self.context is not None:
+            return ("whole",)
         return ways if self.config.neftune_alpha is None else ways[-2:]  # whose noise is of one sample each
 
     def laid_out(self, batch: Any) -> Any:
         """A batch with its pairs in one row, if they are to be, and what is counted; best on the host."""
         is_known = isinstance(batch, Mapping) and ONE_ROW not in batch and {"counts", "attention_mask"} <= batch.keys()
-        if not is_known or self.pair_rows in (None, "padded"):
-            return batch
-        return pairs_in_one_row(batch, self.pair_rows == "shared")
+        if is_known and self.pair_rows not in (None, "padded"):
+            batch = pairs_in_one_row(batch, self.pair_rows == "shared")
+        return super().laid_out(batch)
 
     def counted(self, batch: Any) -> Any:
         """The batch laid out, too, in memory from which it travels by itself."""
@@ -88,9 +90,6 @@ class PreferenceModule(CausalLMModule):
     def training_step(self, batch: Mapping[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
         """The summed loss of the pairs of this rank's micro-batch."""
         return super().training_step(self.laid_out(batch), batch_idx)
-
-    def _inputs(self, batch: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        return model_inputs(self.laid_out(batch), self.attn_implementation)
 
     def _forward(self, batch: Mapping[str, torch.Tensor]) -> tuple[TokenLoss, list[torch.Tensor]]:
         assert self.model is not None
@@ -184,6 +183,8 @@ class PreferenceModule(CausalLMModule):
                 for batch in loader:
                     is_row, logps = batch["row"] != FILLER, self(strategy.batch_to_device(batch))
                     found[:, batch["row"][is_row]] = logps[:, is_row].float()
+            if self.context is not None:  # whose ranks have the same rows
+                found *= int(self.context.rank == 0)
             if dist.is_available() and dist.is_initialized():
                 dist.all_reduce(found)
             if isinstance(strategy, EngineStrategy):

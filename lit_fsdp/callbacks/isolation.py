@@ -22,7 +22,7 @@ from lit_fsdp.checkpoint.ranks import Ranks
 from lit_fsdp.errors import CheckpointError, ConfigError
 from lit_fsdp.host import cache_root
 from lit_fsdp.metrics.hardware import device_name, is_accelerator
-from lit_fsdp.models.packing import measure_isolation
+from lit_fsdp.models.packing import measure_isolation, proof_batch
 from lit_fsdp.models.preference import evaluating
 from lit_fsdp.parallel.base import EngineStrategy
 
@@ -79,7 +79,8 @@ class IsolationProof(Callback):
         """Prove it before the first step of this process, or the first validation or test if nothing is trained."""
         module: Any = pl_module
         is_packed = isinstance(batch, Mapping) and "cu_seq_lens" in batch
-        if self._is_done or not is_packed:
+        is_cut = isinstance(batch, Mapping) and getattr(module, "context", None) is not None
+        if self._is_done or not (is_packed or is_cut):
             return
         self._is_done = True
         if not isinstance(trainer.strategy, EngineStrategy) or not hasattr(module, "last_hidden_states"):
@@ -87,7 +88,7 @@ class IsolationProof(Callback):
                 text = "that packed samples do not see each other is proved only for CausalLMModule under fsdp_strategy"
                 _log.warning("%s, not for %s", text, type(module).__name__)
             return
-        if batch.get("attention_mask") is not None:
+        if is_packed and batch.get("attention_mask") is not None:
             raise _refusal(module, "the batch has a 2-D attention_mask, with which transformers takes a pack for one")
         self._prove_once(trainer, batch)
 
@@ -124,11 +125,16 @@ class IsolationProof(Callback):
         module: Any = trainer.lightning_module
         strategy: Any = trainer.strategy
 
-        def states(batch: Mapping[str, Any]) -> torch.Tensor:
-            return run_aside(strategy, module, "last_hidden_states", batch)
+        def states(batch: Mapping[str, Any], *whole: bool) -> torch.Tensor:
+            return run_aside(strategy, module, "last_hidden_states", batch, *whole)
 
+        split = 0.0
         with untouched(strategy, module):
             found = gathered(trainer, measure_isolation(states, batch["input_ids"], shares))
+            if strategy.context is not None:
+                one = proof_batch(batch["input_ids"].flatten()[:64].repeat(64)[:64][None])
+                together, alone = states(one).double(), states(one, True).double()
+                split = max(gathered(trainer, float((together - alone).norm() / alone.norm())))
         change, moved = max(one.change for one in found), max(one.moved for one in found)
         precision, config = strategy.config.precision_config, module.source.hf_config.get_text_config().to_dict()
         experts = [value for name, value in config.items() if "experts" in name and isinstance(value, int)]
@@ -139,6 +145,12 @@ class IsolationProof(Callback):
             raise _refusal(module, f"with other tokens in the other samples one changes by {by}")
         if any(one.is_blind for one in found):
             raise _refusal(module, "a sample with other tokens has the same hidden states")
+        if not split <= _MOVED[compute]:
+            given = (
+                f"{strategy.context.degree}, but then {module.source.hf_config.model_type} computes something else: "
+            )
+            given += f"the states of a row change by {split:.1e} of their size"
+            raise ConfigError(f"{strategy.path}.context_parallel", given, "1")
         if moved > _MOVED[compute]:
             raise _refusal(module, f"its states depend on a sample's place in the pack, by {moved:.1e} of their size")
         return {
@@ -172,6 +184,7 @@ def _remembered_at(strategy: Any, module: Any, shares: bool) -> Path:
         strategy.config.precision_config.mode,
         device_name(device),
         *(["shared prompts"] if shares else []),
+        *([strategy.context.degree, strategy.context.method] if strategy.context else []),
         *(torch.__version__, transformers.__version__, lit_fsdp.__version__),
     ]
     return cache_root() / "isolation" / f"{hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]}.json"

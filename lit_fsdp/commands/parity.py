@@ -84,7 +84,7 @@ def _words_against(path: str, words: Sequence[str]) -> list[str]:
 def _miniature(run: Any) -> list[str]:
     """The smoke fragment, with one rank or several, and accumulation or none, as the recipe has it."""
     ranks = 1 if run.world_size == 1 else 2
-    accumulates = accumulation_steps(run.data, run.world_size or 1, run.trainer["accumulate_grad_batches"]) > 1
+    accumulates = accumulation_steps(run.data, run.data_ranks, run.trainer["accumulate_grad_batches"]) > 1
     batch = ["--data.global_batch_size=4", f"--data.micro_batch_size={1 if accumulates else 4 // ranks}"]
     return [f"--config={shipped('debug') / 'smoke.yaml'}", f"--trainer.devices={ranks}", *batch]
 

@@ -93,7 +93,7 @@ def run_plan(argv: Sequence[str]) -> int:
         numbers, allowed = f"{each} on {nodes} node(s) for {gpus} GPUs", "--gpus / --nodes; leave one of the three out"
         require(fits, "--gpus-per-node", numbers, allowed)
     run = _loaded(parser, words, gpus, nodes, "--gpus").run
-    ranks = run.world_size or 1
+    ranks = run.data_ranks
     steps = accumulation_steps(run.data, ranks, run.trainer["accumulate_grad_batches"])
     check_accumulation(run.strategy, steps, STRATEGY, f"data.micro_batch_size: {steps * run.data.micro_batch_size}")
     data = dataclasses.replace(run.data, global_batch_size=steps * run.data.micro_batch_size * ranks)

@@ -176,6 +176,11 @@ class RunConfig:
         count = len(devices) if isinstance(devices, list) else int(devices) if str(devices).isdecimal() else 0
         return count * self.num_nodes or None
 
+    @property
+    def data_ranks(self) -> int:
+        """Ranks that get rows of their own: all, or with ``context_parallel`` the groups that share them."""
+        return (self.world_size or 1) // self.strategy.context_config.degree
+
 
 def merged_precision(word: Any, precision: Any) -> Any:
     """The strategy's ``precision``; ``trainer.precision`` may stand in its place, in Lightning's words or ours."""
@@ -245,7 +250,7 @@ def _batches_fit(run: RunConfig) -> None:
     given = run.trainer["accumulate_grad_batches"]
     steps, fix = given or 1, "drop trainer.accumulate_grad_batches"
     if run.world_size is not None and "data" not in run.foreign:
-        steps = accumulation_steps(run.data, run.world_size, given)
+        steps = accumulation_steps(run.data, run.data_ranks, given)
         fix = f"data.micro_batch_size: {steps * run.data.micro_batch_size}"
         fix += " and trainer.accumulate_grad_batches: 1" if given else ""
     if "trainer.strategy" not in run.foreign:

@@ -133,6 +133,20 @@ class ActivationConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ContextConfig:
+    """Ranks that hold a part of the positions of the same rows each, and how attention brings them together."""
+
+    degree: int = 1
+    """Ranks that share rows, neighbors; a divisor of those over which a copy of the model is split."""
+    method: Literal["auto", "ulysses", "all_gather"] = "auto"
+    """ulysses exchanges heads for positions, all_gather brings all keys and values to each rank; auto: ulysses where
+    the degree divides the heads."""
+
+    def __post_init__(self) -> None:
+        require(self.degree >= 1, "degree", self.degree, "a whole number >= 1")
+
+
+@dataclass(frozen=True, kw_only=True)
 class StrategyConfig:
     """Every argument of :func:`lit_fsdp.fsdp_strategy`; a word is short for the mapping with its defaults."""
 
@@ -144,6 +158,8 @@ class StrategyConfig:
     """Ranks over which one copy of the model is split; -1: all that replicate_degree leaves."""
     replicate_degree: int | None = None
     """Copies of the model for hybrid sharding; -1: all that shard_degree leaves; default: the number of nodes."""
+    context_parallel: int | ContextConfig = 1
+    """fsdp2: so many neighboring ranks get the same rows, and each holds a part of the positions of activations."""
     wrap: Literal["auto", "manual"] | list[str] | WrapConfig = "auto"
     """FSDP units: auto (from the model), a list of block classes and path patterns, manual, or a mapping."""
     precision: PrecisionWord | PrecisionConfig | None = None
@@ -199,6 +215,7 @@ class StrategyConfig:
         unused, held = self.find_unused_parameters, not self.sync_each_micro_batch
         mixes = precision.row.compute != precision.row.param
         by_compiler = self.activation_config.mode == "memory_budget"
+        cuts, split = self.context_config.degree != 1, self.sharding != "no_shard"
         unsynced = self.cpu_ram_efficient_loading and not self.sync_module_states
         rules: list[tuple[str, Any, Any, str]] = [
             ("timeout_seconds", not 0 < seconds <= 7 * 86400, seconds, "above 0, at most a week"),
@@ -211,6 +228,9 @@ class StrategyConfig:
             ("sync_each_micro_batch", fsdp1 and held and mixes, f"false with fsdp1 and {precision.mode}",
              "true, precision fp32 or low_precision, or fsdp2: fsdp1 adds up in what it computes in"),
             ("sync_each_micro_batch", fsdp1 and held and self.cpu_offload, "false with fsdp1 and cpu_offload", "true"),
+            ("context_parallel", cuts and not fsdp2, f"above 1 with {self.engine}", "1, or engine: fsdp2"),
+            ("context_parallel", cuts and not split, "above 1 with no_shard", "a sharding that splits parameters"),
+            ("context_parallel", cuts and self.compile, "above 1 with compile: true", "1, or compile: false"),
             ("use_orig_params", not self.use_orig_params, "false", "true: checkpoints rely on it"),
             ("cpu_ram_efficient_loading", unsynced, "true with sync_module_states false", "both true, or both false"),
             ("activation_checkpointing", by_compiler and not self.compile, "memory_budget", "with compile: true"),
@@ -247,6 +267,12 @@ class StrategyConfig:
         if isinstance(self.wrap, str):
             return WrapConfig(manual=self.wrap == "manual")
         return wrap_from_words(list(self.wrap))
+
+    @property
+    def context_config(self) -> ContextConfig:
+        """``context_parallel`` as its mapping."""
+        given = self.context_parallel
+        return given if isinstance(given, ContextConfig) else ContextConfig(degree=given)
 
     @property
     def precision_config(self) -> PrecisionConfig:
@@ -349,6 +375,14 @@ def mesh_shape(config: StrategyConfig, num_nodes: int, world_size: int, path: st
     def check(fits: bool, field: str, given: str, allowed: str) -> None:
         require(fits, f"{path}.{field}" if path else field, f"{given} on {world_size} ranks", allowed)
 
+    def checked(copies: int, shards: int) -> tuple[int, int]:
+        degree, allowed = (
+            config.context_config.degree,
+            f"a divisor of {shards}, over which a copy of the model is split",
+        )
+        check(shards % degree == 0, "context_parallel", str(degree), allowed)
+        return copies, shards
+
     check(config.engine != "single" or world_size == 1, "engine", "single", "one rank, or engine ddp")
     if not config.is_sharded:
         return world_size, 1
@@ -358,10 +392,10 @@ def mesh_shape(config: StrategyConfig, num_nodes: int, world_size: int, path: st
         for name, degree, value in zip(_DEGREES, (copies, shards), shape, strict=True):
             given = f"{degree} with sharding {config.sharding}"
             check(degree in (None, value), name, given, f"{value}, or -1; or sharding: hybrid_shard")
-        return shape
+        return checked(*shape)
     copies = copies or (max(1, world_size // shards) if shards else num_nodes)
     shards = shards or max(1, world_size // copies)
     nearest = max(degree for degree in range(1, world_size + 1) if world_size % degree == 0 and degree <= copies)
     allowed = f"shard_degree * replicate_degree == {world_size}, such as {world_size // nearest} and {nearest}"
     check(copies * shards == world_size, "shard_degree", f"{shards} with replicate_degree {copies}", allowed)
-    return copies, shards
+    return checked(copies, shards)

@@ -8,13 +8,17 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Sequence
-from typing import Any
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
+
+if TYPE_CHECKING:
+    from lit_fsdp.models.context import ContextGroup
 
 BY_SAMPLE = "sdpa_by_sample"
 """The name under which transformers' models find it, as :func:`by_sample` gives it to them."""
@@ -73,13 +77,24 @@ def _attend(
     scaling: float | None = None,
     sample_lengths: Sequence[int] | None = None,
     shared_lengths: Sequence[int] = (),
+    context: ContextGroup | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention of transformers' kind, (B, T, H, D); without ``sample_lengths`` of rows that are one sample each.
 
     With ``shared_lengths`` the second half of the samples goes on from so many first tokens of those in the first half.
+    In a ``context`` group tensors are of this rank's part of the row, and lengths of the whole one.
     """
     tensors = (query_BHTD, key_BKTD, value_BKTD)
+    if context is not None:
+        if context.method == "all_gather":
+            options = {"dropout_p": dropout, "scale": scaling}
+            window: Any = attention_mask
+            return _by_query(tensors, context, sample_lengths or (), window, options), None
+        given: dict[str, Any] = {"dropout": dropout, "scaling": scaling, "sample_lengths": sample_lengths, **others}
+        query, key, value = context.to_heads(tensors)
+        out, _ = _attend(module, query, key, value, attention_mask, **given)
+        return context.to_positions(out), None
     if torch.is_tensor(attention_mask) or (attention_mask is None and sample_lengths is None):
         return sdpa_attention_forward(module, *tensors, attention_mask, dropout=dropout, scaling=scaling, **others)
     fits_flash = query_BHTD.dtype != torch.float32 and query_BHTD.shape[-1] == value_BKTD.shape[-1] <= 256
@@ -103,20 +118,44 @@ def _samples(x_BHTD: torch.Tensor, lengths: list[int], shared_lengths: Sequence[
     return parts
 
 
+def _by_query(
+    tensors: Sequence[torch.Tensor],
+    context: ContextGroup,
+    lengths: Sequence[int],
+    window: int | None,
+    options: dict[str, Any],
+) -> torch.Tensor:
+    """Attention of this rank's queries to the keys and values of all."""
+    query, key, value = tensors[0], *(context.gathered(x, dim=2) for x in tensors[1:])
+    ends = list(accumulate(lengths))
+    found, done = [], 0
+    for first, last in context.parts(key.shape[2])[context.rank]:
+        for start, end in zip([0, *ends], ends, strict=False):
+            a, b = max(start, first), min(end, last)
+            if a < b:
+                queries = slice(done, done := done + b - a)
+                found.append(_banded((query[:, :, queries], key[:, :, start:b], value[:, :, start:b]), window, options))
+    return torch.cat(found, dim=2).transpose(1, 2).contiguous()
+
+
+_QUERIES = 1024  # at a time where earlier keys are there, too
+
+
 def _banded(tensors: Sequence[torch.Tensor], window: int | None, options: dict[str, Any]) -> torch.Tensor:
-    """Causal attention of one sample, a window of queries after the other where it is longer than that."""
+    """Causal attention of one sample's last queries, a window after the other where it is longer than that."""
     query, key, value = tensors
-    num_tokens, grouped = query.shape[2], query.shape[1] != key.shape[1]
-    if window is None or num_tokens <= window:
+    num_queries, num_keys, grouped = query.shape[2], key.shape[2], query.shape[1] != key.shape[1]
+    before = num_keys - num_queries
+    if not before and (window is None or num_keys <= window):
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped, **options)
     if grouped:  # beside a mask fast kernels take no groups
         key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for x in (key, value))
-    positions = torch.arange(num_tokens, device=query.device)
-    found = []
-    for start in range(0, num_tokens, window):
-        queries, keys = slice(start, start + window), slice(max(0, start - window + 1), start + window)
-        distance = positions[queries].unsqueeze(1) - positions[keys]
-        near = (distance >= 0) & (distance < window)
+    positions, reach = torch.arange(num_keys, device=query.device), window or num_keys
+    found, size = [], min(reach, _QUERIES) if before else reach
+    for start in range(0, num_queries, size):
+        queries, keys = slice(start, start + size), slice(max(0, before + start - reach + 1), before + start + size)
+        distance = positions[before:][queries].unsqueeze(1) - positions[keys]
+        near = (distance >= 0) & (distance < reach)
         part = (query[:, :, queries], key[:, :, keys], value[:, :, keys])
         found.append(F.scaled_dot_product_attention(*part, attn_mask=near, **options))
     return torch.cat(found, dim=2)

@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from lit_fsdp.config.model import LossConfig
 from lit_fsdp.errors import require
 from lit_fsdp.models.attention import is_causal
+from lit_fsdp.models.context import ContextGroup
 
 IGNORED = -100
 """Label of a token that is not supervised, as in ``torch.nn.functional.cross_entropy``."""
@@ -30,7 +31,8 @@ NUM_TARGETS = "num_targets"
 """In a batch, as a plain number: how many labels are supervised. Where it is not known the device is waited for."""
 ONE_ROW = "one_row"
 """In a batch of padded rows: the same samples as one row without padding, which the model gets in their place, and as
-``taken`` which positions of the flattened rows are its own. All targets are there, and in the same order."""
+``taken`` which positions of the flattened rows are its own. All targets are there, and in the same order; those of all
+ranks together where it is a part of a row, of a ``context`` group."""
 CHUNK_BYTES = 96 * 2**20
 """What the fp32 logits of a chunk take by default."""
 _log = logging.getLogger(__name__)
@@ -150,7 +152,7 @@ def causal_lm_forward(model: nn.Module, batch: Mapping[str, torch.Tensor], plan:
     """
     targets_BT = next_targets(batch)
     loss, nll, correct, router = token_losses(model, batch, targets_BT, plan or plan_loss(model))
-    num_tokens = (targets_BT != IGNORED).sum()
+    num_tokens = (targets_here(batch, targets_BT) != IGNORED).sum()
     loss = loss.sum() if router is None else loss.sum() + router * num_tokens
     return TokenLoss(loss, num_tokens, nll.sum(), correct.sum())
 
@@ -162,7 +164,22 @@ def sample_losses(
     """Summed negative log-likelihood in nats, fp32 (B,), and supervised tokens, int64 (B,), of each unpacked row."""
     targets_BT = next_targets(batch)
     _, nll_N, _, _ = token_losses(model, batch, targets_BT, plan or plan_loss(model))
-    return by_position(nll_N, targets_BT).sum(dim=1), (targets_BT != IGNORED).sum(dim=1)
+    sums_B, context = by_position(nll_N, targets_here(batch, targets_BT)).sum(dim=1), context_of(batch)
+    return sums_B if context is None else context.summed(sums_B), (targets_BT != IGNORED).sum(dim=1)
+
+
+def context_of(batch: Mapping[str, Any]) -> ContextGroup | None:
+    """The ranks that each compute a part of this batch, if it was cut."""
+    group: ContextGroup | None = batch.get(ONE_ROW, {}).get("context")
+    return group
+
+
+def targets_here(batch: Mapping[str, Any], targets_BT: torch.Tensor) -> torch.Tensor:
+    """The targets whose positions this rank computes, where they stand, (B, T)."""
+    if context_of(batch) is None:
+        return targets_BT
+    taken_N, flat = batch[ONE_ROW]["taken"], targets_BT.flatten()
+    return torch.full_like(flat, IGNORED).index_copy(0, taken_N % len(flat), flat[taken_N]).view_as(targets_BT)
 
 
 def by_position(values_N: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:

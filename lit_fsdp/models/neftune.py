@@ -24,6 +24,8 @@ def embedding_noise(model: Any, alpha: float, batch: Mapping[str, Any], rank: in
     if "cu_seq_lens" in batch:
         lengths_N = batch["cu_seq_lens"].diff()
         lengths_BT = lengths_N.repeat_interleave(lengths_N)
+        if "own" in batch:  # the part of a context group's row that is here
+            lengths_BT = torch.cat([lengths_BT[start:end] for start, end in batch["own"]])
     else:
         mask_BT = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
         lengths_BT = mask_BT.sum(dim=1, keepdim=True) * mask_BT

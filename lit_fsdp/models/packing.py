@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from lit_fsdp.models.attention import BY_SAMPLE
+from lit_fsdp.models.context import ContextGroup, mixes_by_attention
 from lit_fsdp.models.loss import IGNORED, NUM_TARGETS, ONE_ROW, next_targets, owner_of_head
 
 # what a model, or its loss, may get of a batch
@@ -48,8 +49,7 @@ def model_inputs(batch: Mapping[str, Any], attn_implementation: str) -> dict[str
     lengths: dict[str, Any] = {"max_length_q": longest, "max_length_k": longest}
     if attn_implementation == BY_SAMPLE:
         lengths["sample_lengths"] = batch.get("sample_lengths") or tuple(borders.diff().tolist())
-    if "shared_lengths" in batch:
-        lengths["shared_lengths"] = batch["shared_lengths"]
+    lengths |= {name: batch[name] for name in ("shared_lengths", "context") if name in batch}
     return {**flat, "cu_seq_lens_q": borders, "cu_seq_lens_k": batch.get("cu_seq_lens_k", borders), **lengths}
 
 
@@ -62,12 +62,41 @@ def rows_of_pairs(model: Any, attn_implementation: str) -> tuple[str, ...]:
     if not attn_implementation.startswith(_BY_BORDERS):
         return ("padded",)
     config = model.config.get_text_config().to_dict()
-    is_mixed = getattr(model, "_is_stateful", False) or any(isinstance(m, nn.Conv1d) for m in model.modules())
-    is_known = set(config.get("layer_types") or ()) <= {"full_attention", "sliding_attention"}
     drops = any("att" in name and "drop" in name and value for name, value in config.items())
-    if attn_implementation != BY_SAMPLE or is_mixed or not is_known or drops or config.get("output_router_logits"):
-        return "whole", "padded"
-    return "shared", "whole", "padded"
+    fits = attn_implementation == BY_SAMPLE and mixes_by_attention(model)
+    return ("shared",) * (fits and not drops and not config.get("output_router_logits")) + ("whole", "padded")
+
+
+def one_row(batch: Mapping[str, Any], begins_B: torch.Tensor | None = None) -> dict[str, Any]:
+    """All samples of a batch in one row, as :data:`~lit_fsdp.models.loss.ONE_ROW`; of a padded one best on the host.
+
+    Of a padded batch those of a row from position ``begins_B`` on, by default all.
+    """
+    ids_BT = batch["input_ids"]
+    if "cu_seq_lens" in batch:
+        lengths = batch.get("sample_lengths") or tuple(batch["cu_seq_lens"].diff().tolist())
+        flat = {name: batch[name].reshape(1, -1) for name in ("input_ids", "position_ids")}
+        taken_N = torch.arange(ids_BT.numel(), device=ids_BT.device)
+        return {
+            **flat,
+            "taken": taken_N,
+            "sample_lengths": lengths,
+            **{n: batch[n] for n in ("cu_seq_lens", "longest")},
+        }
+    mask_BT = batch.get("attention_mask", torch.ones_like(ids_BT)).bool()
+    ends_B = mask_BT.sum(dim=1)
+    begins_B = torch.zeros_like(ends_B) if begins_B is None else begins_B
+    positions_T = torch.arange(ids_BT.shape[1], device=ids_BT.device)
+    taken_N = (mask_BT & (positions_T >= begins_B[:, None])).flatten().nonzero().squeeze(1)
+    sizes_B, longest = ends_B - begins_B, int(ends_B.max())
+    return {
+        "taken": taken_N,
+        "input_ids": ids_BT.flatten()[taken_N].unsqueeze(0),
+        "position_ids": (taken_N % ids_BT.shape[1]).unsqueeze(0),
+        "cu_seq_lens": F.pad(sizes_B.cumsum(0), (1, 0)).int(),
+        "longest": 1 << (longest - 1).bit_length(),
+        "sample_lengths": tuple(sizes_B.tolist()),
+    }
 
 
 def pairs_in_one_row(batch: Mapping[str, Any], shares: bool) -> dict[str, Any]:
@@ -85,30 +114,24 @@ def pairs_in_one_row(batch: Mapping[str, Any], shares: bool) -> dict[str, Any]:
         is_own_PT = (ids_BT[:num_pairs] != ids_BT[num_pairs:]) | is_target_BT.view(2, num_pairs, -1).any(dim=0)
         shared_P = (is_own_PT.cumsum(dim=1) == 0).sum(dim=1)
         begins_B[num_pairs:] = shared_P.minimum(ends_B.view(2, -1).amin(dim=0) - 1)
-    positions_T = torch.arange(ids_BT.shape[1], device=ids_BT.device)
-    taken_N = (mask_BT & (positions_T >= begins_B[:, None])).flatten().nonzero().squeeze(1)
-    sizes_B, longest = ends_B - begins_B, int(ends_B.max())
-    borders, borders_k = (F.pad(size_B.cumsum(0), (1, 0)).int() for size_B in (sizes_B, ends_B))
-    row = {
-        "taken": taken_N,
-        "input_ids": ids_BT.flatten()[taken_N].unsqueeze(0),
-        "position_ids": (taken_N % ids_BT.shape[1]).unsqueeze(0),
-        **{"cu_seq_lens": borders, "longest": 1 << (longest - 1).bit_length()},
-        "sample_lengths": tuple(sizes_B.tolist()),
-    }
+    row = one_row(batch, begins_B)
     if begins_B.any():
+        borders_k = F.pad(ends_B.cumsum(0), (1, 0)).int()
         row |= {"cu_seq_lens_k": borders_k, "shared_lengths": tuple(begins_B[num_pairs:].tolist())}
     tokens, samples, _, squared_tokens = batch["counts"]
-    num_taken = torch.tensor(len(taken_N), device=ids_BT.device)
+    num_taken = torch.tensor(len(row["taken"]), device=ids_BT.device)
     counts = torch.stack([tokens - begins_B.sum(), samples, num_taken, squared_tokens - begins_B.square().sum()])
     return {**batch, "counts": counts, ONE_ROW: row}
 
 
-def last_hidden_states(model: nn.Module, batch: Mapping[str, Any], attn_implementation: str) -> torch.Tensor:
+def last_hidden_states(
+    model: nn.Module, batch: Mapping[str, Any], attn_implementation: str, context: ContextGroup | None = None
+) -> torch.Tensor:
     """What the head of the model, which is called as a whole, sees, (B, T, D), without a graph."""
+    given = batch if context is None else context.cut(batch)[ONE_ROW]
     inputs = {
         name: value
-        for name, value in model_inputs(batch, attn_implementation).items()
+        for name, value in model_inputs(given, attn_implementation).items()
         if name not in ("labels", NUM_TARGETS)
     }
     owner: Any = owner_of_head(model)
@@ -119,7 +142,10 @@ def last_hidden_states(model: nn.Module, batch: Mapping[str, Any], attn_implemen
             model(**inputs)
     finally:
         handle.remove()
-    return seen[-1].detach().reshape(*batch["input_ids"].shape, -1)
+    found, shape = seen[-1].detach(), batch["input_ids"].shape
+    if context is not None:
+        found = context.gathered(found.reshape(1, -1, found.shape[-1]), 1)[:, : shape.numel()]
+    return found.reshape(*shape, -1)
 
 
 _NUM_SAMPLES, _LENGTH = 4, 16  # of the proof: as few as show everything that tells samples apart
@@ -139,12 +165,12 @@ class Isolation:
 
 
 def proof_batch(ids_NL: torch.Tensor) -> dict[str, Any]:
-    """Samples of equal length as packs of two."""
+    """Samples of equal length as packs of two, or a single one."""
     n, length = ids_NL.shape
     positions_L = torch.arange(length, device=ids_NL.device)
     return {
-        "input_ids": ids_NL.reshape(-1, 2 * length),
-        "position_ids": positions_L.repeat(n // 2, 2),
+        "input_ids": ids_NL.reshape(-(-n // 2), -1),
+        "position_ids": positions_L.repeat(n).view(-(-n // 2), -1),
         "cu_seq_lens": torch.arange(0, (n + 1) * length, length, dtype=torch.int32, device=ids_NL.device),
         "longest": length,
         "sample_lengths": (length,) * n,

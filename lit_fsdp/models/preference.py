@@ -19,7 +19,17 @@ from torch import nn
 from torch.nn import functional as F
 
 from lit_fsdp.config.model import PreferenceConfig
-from lit_fsdp.models.loss import IGNORED, NUM_TARGETS, LossPlan, TokenLoss, by_position, next_targets, token_losses
+from lit_fsdp.models.loss import (
+    IGNORED,
+    NUM_TARGETS,
+    LossPlan,
+    TokenLoss,
+    by_position,
+    context_of,
+    next_targets,
+    targets_here,
+    token_losses,
+)
 
 PAIR_COUNTS = (
     *("pairs", "loss", "rewards/chosen", "rewards/rejected", "rewards/accuracies", "logps/chosen", "logps/rejected"),
@@ -58,20 +68,27 @@ def preference_forward(
         every_BT = next_targets({"labels": batch["input_ids"].masked_fill(~mask, IGNORED)})
         targets_BT = torch.cat([every_BT.chunk(2)[0], completion_BT.chunk(2)[1]])
     nll_N, _, correct_N, router = token_losses(model, batch, targets_BT, plan, each=True)
-    nll_BT = by_position(nll_N, targets_BT)
+    here_BT, context = targets_here(batch, targets_BT), context_of(batch)
+    nll_BT = by_position(nll_N, here_BT)
     # a filler's are any numbers: to leave it out by an index, the host would wait for the device
     logps_2P = -nll_BT.masked_fill(completion_BT == IGNORED, 0).sum(dim=1).view(2, -1)
+    nll_P = nll_BT.chunk(2)[0].sum(dim=1)
+    if context is not None:
+        logps_2P, nll_P = context.summed(logps_2P), context.summed(nll_P)
     logps_2P = logps_2P.masked_fill(~is_pair_P, -1.0)
     counts_2P = (completion_BT != IGNORED).sum(dim=1).view(2, -1).clamp(min=1)
     loss_P, rewards_2P = pair_losses(config, logps_2P, counts_2P, reference_2P)
-    nll_P = nll_BT.chunk(2)[0].sum(dim=1) / (targets_BT.chunk(2)[0] != IGNORED).sum(dim=1).clamp(min=1)
+    nll_P = nll_P / (targets_BT.chunk(2)[0] != IGNORED).sum(dim=1).clamp(min=1)
     if config.loss == "orpo":
         loss_P = loss_P + nll_P
     loss_P = loss_P.masked_fill(~is_pair_P, 0)
     found = (is_pair_P, loss_P, *rewards_2P, rewards_2P[0] > rewards_2P[1], *logps_2P, nll_P)
     sums = torch.stack([term.detach().double().masked_fill(~is_pair_P, 0).sum() for term in found])
+    if context is not None and context.rank:  # each pair counts once
+        sums = torch.zeros_like(sums)
     loss = loss_P.sum() if router is None else loss_P.sum() + router * is_pair_P.sum()
-    return TokenLoss(loss, (completion_BT != IGNORED).sum(), nll_N.detach().sum(), correct_N.sum()), sums
+    num_tokens = (targets_here(batch, completion_BT) != IGNORED).sum()
+    return TokenLoss(loss, num_tokens, nll_N.detach().sum(), correct_N.sum()), sums
 
 
 def pair_losses(

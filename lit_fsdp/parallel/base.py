@@ -43,6 +43,7 @@ from lit_fsdp.data.batches import Resumable
 from lit_fsdp.errors import ConfigError, ContractError, require
 from lit_fsdp.host import FIRST, end_with_first, threads_of_rank
 from lit_fsdp.metrics.hardware import is_accelerator, to_device
+from lit_fsdp.models.context import ContextGroup, context_method
 from lit_fsdp.parallel.activation import prepare_blocks, recompute_by_unit, resolve_gradient_checkpointing
 from lit_fsdp.parallel.alike import check_alike, ending_together, kinds_of, options_of, tensors_of
 from lit_fsdp.parallel.checkpointing import Checkpoints, check_packed_state
@@ -172,6 +173,7 @@ class EngineStrategy(Checkpoints):
         self._used: set[str] = set()
         self._noted: dict[int, torch.Tensor] = {}
         self._host_group: Any = None
+        self.context: ContextGroup | None = None  # of the ranks that hold parts of the same rows
         STRATEGIES.add(self)
         super().__init__(  # type: ignore[call-arg]
             process_group_backend=config.process_group_backend, timeout=timedelta(seconds=config.timeout_seconds)
@@ -223,12 +225,24 @@ class EngineStrategy(Checkpoints):
             given = f"{type(callback).__name__}, whose first update comes after the last of {trainer.max_steps} steps"
             fix = "let it begin earlier: until then it gives the weights that training began with, and to the end here"
             require(_ever_averages(callback, trainer), "trainer.callbacks", given, "averages of what is trained", fix)
+        if config.context_config.degree > 1:
+            self._check_context(module)
         if verb == "fit":
             self._check_accumulation(trainer)
         # the root counts on one backward pass, after which the step comes
         wrong = config.engine == "fsdp1" and verb == "fit" and not module.automatic_optimization
         given = f"fsdp1 with manual optimization ({type(module).__name__})"
         require(not wrong, f"{self.path}.engine", given, "fsdp2 | ddp | single")
+
+    def _check_context(self, module: Any) -> str:
+        """How attention meets; refuses a module that would compute all of a row on every rank."""
+        path = f"{self.path}.context_parallel"
+        given, allowed = (
+            f"above 1 for {type(module).__name__}",
+            "1, or a module that cuts its batches by strategy.context",
+        )
+        require(getattr(module, "cuts_rows", False), path, given, allowed, "see docs/own-module.md")
+        return context_method(module.build().model, self.config.context_config, path)
 
     def _check_accumulation(self, trainer: Any) -> None:
         schedules = (c.scheduling.values() for c in trainer.callbacks if isinstance(c, GradientAccumulationScheduler))
@@ -277,6 +291,11 @@ class EngineStrategy(Checkpoints):
             self.contract = DtypeContract(self.config)
         replicas, shards = mesh_shape(self.config, self.num_nodes, self.world_size)
         self.mesh = build_mesh(self.root_device.type, replicas, shards, timedelta(seconds=seconds))
+        if (degree := self.config.context_config.degree) > 1:
+            options: Any = {"timeout": timedelta(seconds=seconds)}
+            along = torch.arange(self.world_size).view(-1, degree).tolist()
+            group: Any = dist.new_subgroups_by_enumeration(along, **options)[0]
+            self.context = ContextGroup(group, self._check_context(self.lightning_module))
         self.shard_group, self.has_copies = self.mesh.get_group(SHARD) if shards > 1 else None, replicas > 1
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
@@ -382,6 +401,7 @@ class EngineStrategy(Checkpoints):
             "engine": config.engine,
             "sharding": config.sharding,
             "replicate_degree": self.world_size // shards,
+            "context_parallel": config.context_config.degree,
             "replaced": config.replaced,
         }
         different = units_already_wrapped(module).keys() ^ plan.modules.keys()

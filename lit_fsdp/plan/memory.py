@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from lit_fsdp.config.strategy import StrategyConfig, mesh_shape
 from lit_fsdp.metrics.flops import flop_formula
 from lit_fsdp.metrics.hardware import Gpu
 from lit_fsdp.models.build import build_trainable
+from lit_fsdp.models.context import context_method
 from lit_fsdp.models.optimizers import state_bytes
 from lit_fsdp.models.resolve import resolve_architecture
 from lit_fsdp.parallel.precision import TORCH_DTYPES, cast_parameters
@@ -85,7 +87,7 @@ def rank_memory(run: RunConfig) -> RankMemory:
     assert run.world_size is not None
     strategy, state = settled_strategy(run), _largest_state(run)
     params = list(_planned(run)[0].parameters())
-    steps = accumulation_steps(run.data, run.world_size, run.trainer["accumulate_grad_batches"])
+    steps = accumulation_steps(run.data, run.data_ranks, run.trainer["accumulate_grad_batches"])
     step = step_memory(run, state["gradient_bytes"], accumulates=steps > 1)
     row = strategy.precision_config.row
     if steps > 1 and strategy.is_sharded and not strategy.sync_each_micro_batch:
@@ -138,7 +140,7 @@ def least_bytes(run: RunConfig) -> int:
 def zero_table(run: RunConfig) -> dict[str, int]:
     """Bytes of parameters, gradients and AdamW state per rank: whole, and by the stages of ZeRO (arXiv:1910.02054)."""
     assert run.world_size is not None
-    alone = dataclasses.replace(run.strategy, engine="ddp", sharding="no_shard", cpu_offload=False)
+    alone = dataclasses.replace(run.strategy, engine="ddp", sharding="no_shard", cpu_offload=False, context_parallel=1)
     whole = _largest_state(dataclasses.replace(run, strategy=alone))
     kinds = [whole[f"{kind}_bytes"] for kind in ("optimizer", "gradient", "parameter")]
     found = {}
@@ -225,7 +227,7 @@ def step_time(run: RunConfig, gpu: Gpu | None) -> dict[str, float] | None:
     words = dict.fromkeys(formula.blocks, "full" if strategy.activation_config.mode == "full" else "no")
     operations = formula.train_flops(counts) + (formula.recomputed_flops(counts, words) or 0.0)
     compute = operations / world / (peak * 1e12 * PEAK_SHARE)
-    params, forwards = list(model.parameters()), global_rows // (run.data.micro_batch_size * world)
+    params, forwards = list(model.parameters()), global_rows // (run.data.micro_batch_size * run.data_ranks)
     gathers = forwards * (_GATHERS[strategy.sharding] if strategy.is_sharded else 0)
     reductions = forwards if strategy.sync_each_micro_batch else 1
     rank_bytes, node_bytes = sent_bytes(
@@ -235,6 +237,10 @@ def step_time(run: RunConfig, gpu: Gpu | None) -> dict[str, float] | None:
         ranks_per_node=world // run.num_nodes,
     )
     communication = max(rank_bytes / (gpu.link_gb_per_second * 1e9), node_bytes / (NETWORK_GB_PER_SECOND * 1e9))
+    exchanges = _exchanged_bytes(run, model, tokens / world, TORCH_DTYPES[row.compute].itemsize) / (
+        (gpu.link_gb_per_second if strategy.context_config.degree <= world // run.num_nodes else NETWORK_GB_PER_SECOND)
+        * 1e9
+    )
     copies = host = 0.0
     if strategy.offloads:
         state, further = _largest_state(run), reductions - 1
@@ -247,8 +253,28 @@ def step_time(run: RunConfig, gpu: Gpu | None) -> dict[str, float] | None:
         host += touched * (world // run.num_nodes) / (HOST_GB_PER_SECOND * 1e9)
     moved = max(communication, copies)  # what is gathered has just arrived
     exposed = max(moved - compute, min(2 * moved / (len(formula.blocks) + 2) / forwards, moved))
-    found = {"compute": compute, "communication": communication, "copies": copies, "exposed": exposed, "host": host}
-    return {**found, "tokens_per_second": tokens / (compute + exposed + host)}
+    found = {"compute": compute, "communication": communication, "copies": copies, "host": host}
+    found |= {"exposed": exposed + exchanges, "exchanges": exchanges}  # for which attention waits
+    return {**found, "tokens_per_second": tokens / (compute + exposed + exchanges + host)}
+
+
+def _exchanged_bytes(run: RunConfig, model: Any, tokens: float, size: int) -> float:
+    """What a rank of a context group sends in a step for attention to ``tokens`` that it computes.
+
+    Queries, keys, values and what comes out, each once in the forward pass, once in the backward pass, and once more
+    where blocks are recomputed; or keys and values of all other ranks.
+    """
+    strategy, config = settled_strategy(run), model.config.get_text_config()
+    degree = strategy.context_config.degree
+    if degree == 1:
+        return 0.0
+    heads, groups = config.num_attention_heads, getattr(config, "num_key_value_heads", config.num_attention_heads)
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    passes = 2 + (strategy.activation_config.mode in ("full", "every_n", "memory_budget"))
+    numbers = 2 * groups * (degree - 1)
+    if context_method(model, strategy.context_config, f"{STRATEGY}.context_parallel") == "ulysses":
+        numbers = 2 * (heads + math.lcm(groups, degree)) * (degree - 1) / degree
+    return passes * tokens * width * size * config.num_hidden_layers * numbers
 
 
 def compared_memory(run: RunConfig, folder: Path) -> str:

@@ -29,6 +29,7 @@ _LORA = LoraConfig(target_modules="all-linear")
 _QLORA = dataclasses.replace(_LORA, quantize="nf4")
 _Tried = dict[str, Any]
 _WHOLE = {"sharding": "full_shard", "shard_degree": None, "replicate_degree": None}
+_LONG = 16_384  # tokens of rows from which on ranks that share them are looked at
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class Choice:
         parts = [
             strategy.engine,
             strategy.sharding if strategy.is_sharded else "",
+            f"{strategy.context_config.degree} ranks share rows" if strategy.context_config.degree > 1 else "",
             f"recompute {mode}" if mode != "none" else "",
             "cpu_offload" if strategy.offloads else "",
             "" if lora is None else f"QLoRA ({lora.quantize})" if lora.quantize else "LoRA",
@@ -66,7 +68,7 @@ def with_rows(run: RunConfig, rows: int) -> RunConfig:
 
 def largest_rows(run: RunConfig, gib: float) -> int:
     """Rows of the largest micro-batch that fits and divides the global batch; 0 if not even one row does."""
-    total = (run.data.global_batch_size or DEFAULT_BATCH) // (run.world_size or 1)
+    total = (run.data.global_batch_size or DEFAULT_BATCH) // run.data_ranks
     allowed = [rows for rows in range(1, total + 1) if total % rows == 0] or [run.data.micro_batch_size]
 
     def is_too_large(rows: int) -> bool:
@@ -87,11 +89,19 @@ def choices(run: RunConfig, modes: tuple[ActivationMode, ...]) -> Iterator[Choic
         kinds += [{"engine": "fsdp2", "sharding": "shard_grad_op"}, {"engine": "fsdp2"}]
     if run.num_nodes > 1 and world > run.num_nodes:
         kinds.append({"engine": "fsdp2", "sharding": "hybrid_shard", "replicate_degree": run.num_nodes})
+    degrees = [d for d in (2, 4, 8, 16) if world % d == 0 and run.data.max_seq_length >= _LONG]
+    kinds += [{"engine": "fsdp2", "context_parallel": degree} for degree in degrees]
     offload = {"engine": "fsdp2", "cpu_offload": True}
     for lora in (None,) if run.model.lora else (None, _LORA, _QLORA):
         for kind in kinds if lora else [*kinds, offload]:
             for mode in modes[::-1] if kind is offload else modes:
-                values = {**_WHOLE, "cpu_offload": False, **kind, "activation_checkpointing": mode}
+                values = {
+                    **_WHOLE,
+                    "cpu_offload": False,
+                    "context_parallel": 1,
+                    **kind,
+                    "activation_checkpointing": mode,
+                }
                 if choice := changed(run, values, lora):
                     yield choice
 
@@ -172,15 +182,22 @@ def savings(run: RunConfig) -> Iterator[dict[str, Any]]:
 def _lighter(run: RunConfig) -> Iterator[tuple[str, Choice | None]]:
     """What may take less; what the recipe has already takes as much."""
     rows, world, lora = run.data.micro_batch_size, run.world_size or 1, run.model.lora or _LORA
+    degree = run.strategy.context_config.degree
     may_accumulate = run.strategy.engine != "fsdp1" or not run.strategy.cpu_offload  # see check_accumulation
     for fewer in [n for n in range(rows - 1, 0, -1) if rows % n == 0 and may_accumulate][:1]:
-        steps = (run.data.global_batch_size or 0) // (fewer * world)
+        steps = (run.data.global_batch_size or 0) // (fewer * run.data_ranks)
         changes = {"data.micro_batch_size": fewer, "trainer.accumulate_grad_batches": steps}
         yield f"accumulates over {steps}: the same global batch", Choice(with_rows(run, fewer), changes)
     whole = _WHOLE if run.strategy.is_sharded else {"engine": "fsdp2", **_WHOLE}
     yield "blocks are recomputed", changed(run, {"activation_checkpointing": "full"})
     if world > 1:
         yield "each rank keeps its share", changed(run, whole)
+    if run.strategy.engine == "fsdp2" and world % (2 * degree) == 0:
+        steps = (run.data.global_batch_size or 0) // (rows * world // (2 * degree))
+        choice = changed(run, {"context_parallel": 2 * degree})
+        if choice is not None:  # fewer ranks have rows of their own
+            choice.changes["trainer.accumulate_grad_batches"] = steps
+        yield f"{2 * degree} ranks share rows, over whose positions they are cut", choice
     if run.trainer["accelerator"] != "cpu":
         yield "shards are on the host, slower", changed(run, {**whole, "cpu_offload": True})
     yield "LoRA", changed(run, {}, lora)

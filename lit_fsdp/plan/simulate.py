@@ -25,16 +25,19 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lit_fsdp.audit import CausalLMModule, device_type, settled_strategy
 from lit_fsdp.config.model import PreferenceModelConfig
-from lit_fsdp.config.run import RunConfig
+from lit_fsdp.config.run import STRATEGY, RunConfig
 from lit_fsdp.config.strategy import StrategyConfig, mesh_shape
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.metrics.hardware import is_accelerator
+from lit_fsdp.models.attention import BY_SAMPLE
 from lit_fsdp.models.build import build_trainable
+from lit_fsdp.models.context import ContextGroup, context_method
 from lit_fsdp.models.loss import NUM_TARGETS, causal_lm_forward, plan_loss
+from lit_fsdp.models.packing import model_inputs
 from lit_fsdp.models.quantize import give_shapes
 from lit_fsdp.models.resolve import resolve_architecture
 from lit_fsdp.parallel.activation import prepare_blocks
@@ -206,6 +209,7 @@ def _simulate(hf_config: Any, run: RunConfig, strategy: StrategyConfig) -> _Watc
     for layer in quantized_layers(holder).values():  # torch 2.11 makes no tensor without values of a subclass
         packed = torch.empty(layer.weight.shape, dtype=layer.weight.dtype, device="meta")
         layer.weight = torch.nn.Parameter(packed, requires_grad=False)
+    batch = _batch(run, model)
     with FakeTensorMode(allow_non_fake_inputs=True):
         holder.to_empty(device="cpu")
         model.tie_weights()
@@ -218,20 +222,32 @@ def _simulate(hf_config: Any, run: RunConfig, strategy: StrategyConfig) -> _Watc
             whole = [p for p in holder.parameters() if not p.dim()]
             how = unit_options(on_device, mesh), whole, lambda module: None, is_accelerator(device_type(run))
             root = apply_fully_shard(holder, units, on_device, *how)
-        rows = run.data.micro_batch_size * (1 + isinstance(run.model, PreferenceModelConfig))
-        tokens = run.data.max_seq_length
-        ids = torch.ones(rows, tokens, dtype=torch.int64)
-        batch = {"input_ids": ids, "labels": ids}
+        num_targets = batch["input_ids"].numel() // strategy.context_config.degree
         autocast = row.compute != row.param and not strategy.is_sharded
-        known = _locals([*holder.parameters(), *holder.buffers(), *batch.values()])
+        batch = tree_map_only(torch.Tensor, torch.empty_like, batch)
+        known = _locals(
+            [*holder.parameters(), *holder.buffers(), *(t for t in tree_leaves(batch) if torch.is_tensor(t))]
+        )
         watch = _Watch(known, _GLOO_COPIES if device_type(run) == "cpu" else {})
         watch.follow(blocks)
         with watch, _engine_kinds(watch):
             with torch.autocast("cpu", TORCH_DTYPES[row.compute], enabled=autocast):
-                loss = root({**batch, NUM_TARGETS: ids.numel()})
+                loss = root({**batch, NUM_TARGETS: num_targets})
             watch.phase = "head"
             loss.backward()
     return watch
+
+
+def _batch(run: RunConfig, model: Any) -> dict[str, Any]:
+    """What a rank is given in a step: rows as long as they may be, of a context group its part of them."""
+    rows = run.data.micro_batch_size * (1 + isinstance(run.model, PreferenceModelConfig))
+    ids = torch.ones(rows, run.data.max_seq_length, dtype=torch.int64)
+    given, config = {"input_ids": ids, "labels": ids}, run.strategy.context_config
+    if config.degree == 1:
+        return given
+    group: Any = dist.new_group(list(range(config.degree)))
+    context = ContextGroup(group, context_method(model, config, f"{STRATEGY}.context_parallel"))
+    return model_inputs(context.cut({**given, "attention_mask": torch.ones_like(ids)}), BY_SAMPLE)
 
 
 def _locals(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
