@@ -86,6 +86,21 @@ class ContextGroup:
             found["counts"] = counts * int(self.rank == 0)
         return found
 
+    def inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """What a model of transformers in the sharded module takes of this rank's part of padded or packed rows.
+
+        ``batch`` has ``input_ids`` and ``labels`` (B, T), and ``attention_mask`` or, as our packs, ``position_ids``,
+        ``cu_seq_lens`` and ``longest``. Beside the inputs comes ``targets`` (1, N / n), the token that each position
+        predicts, of the same sample; -100 where there is none. The loss of a row is the sum over all ranks.
+        """
+        from lit_fsdp.models.attention import BY_SAMPLE
+        from lit_fsdp.models.loss import ONE_ROW, next_targets
+        from lit_fsdp.models.packing import model_inputs
+
+        row = model_inputs(self.cut(batch), BY_SAMPLE)[ONE_ROW]
+        taken_N = row.pop("taken")
+        return {**row, "targets": next_targets(batch).flatten()[taken_N].unsqueeze(0)}
+
     def gathered(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         """What all ranks hold of a row along ``dim``, in the order of its positions; it has a graph."""
         found = _all_gather(x.contiguous(), dim, self.group)

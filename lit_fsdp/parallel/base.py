@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrize import is_parametrized
 from torch.utils.data import DataLoader
 from torchmetrics import Metric
+from transformers import PreTrainedModel
 
 from lit_fsdp.checkpoint.ranks import Ranks
 from lit_fsdp.config.strategy import (
@@ -43,6 +44,7 @@ from lit_fsdp.data.batches import Resumable
 from lit_fsdp.errors import ConfigError, ContractError, require
 from lit_fsdp.host import FIRST, end_with_first, threads_of_rank
 from lit_fsdp.metrics.hardware import is_accelerator, to_device
+from lit_fsdp.models.attention import by_sample
 from lit_fsdp.models.context import ContextGroup, context_method
 from lit_fsdp.parallel.activation import prepare_blocks, recompute_by_unit, resolve_gradient_checkpointing
 from lit_fsdp.parallel.alike import check_alike, ending_together, kinds_of, options_of, tensors_of
@@ -241,8 +243,20 @@ class EngineStrategy(Checkpoints):
             f"above 1 for {type(module).__name__}",
             "1, or a module that cuts its batches by strategy.context",
         )
-        require(getattr(module, "cuts_rows", False), path, given, allowed, "see docs/own-module.md")
-        return context_method(module.build().model, self.config.context_config, path)
+        fix = "call strategy.context.inputs in its steps, and say so: cuts_rows = True; see docs/own-module.md"
+        require(getattr(module, "cuts_rows", False), path, given, allowed, fix)
+        models = [m for m in module.modules() if isinstance(m, PreTrainedModel)]
+        model = module.build().model if hasattr(module, "build") else next(iter(models), None)
+        if model is None:  # it comes in configure_model
+            return "ulysses" if (method := self.config.context_config.method) == "auto" else method
+        by_sample(model, True)
+        return context_method(model, self.config.context_config, path)
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """How Lightning deals rows out: ranks of a context group get the same."""
+        given, degree = super().distributed_sampler_kwargs, self.config.context_config.degree  # type: ignore[misc]
+        return {name: value // degree for name, value in given.items()}
 
     def _check_accumulation(self, trainer: Any) -> None:
         schedules = (c.scheduling.values() for c in trainer.callbacks if isinstance(c, GradientAccumulationScheduler))
@@ -372,6 +386,8 @@ class EngineStrategy(Checkpoints):
         if self._layer_sync is not None:
             self._layer_sync.apply(module)
             self._layer_sync = None  # or Lightning would put other layers into a sharded model at the end
+        if self.context is not None:
+            self._check_context(module)  # whose model may have come in configure_model
         plan = self.plan = self._prepare(module)
         self._ties = tied_names(module)
         recompute = recompute_by_unit(plan)

@@ -18,6 +18,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, IterableDataset
 
 from lit_fsdp import CausalLMModule, Checkpoint, EMAWeights, fsdp_strategy
+from lit_fsdp.datamodule import data_ranks
 from tests.dist.reference import LEARNING_RATE, ROWS, global_batch
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -62,7 +63,8 @@ class TinyData(LightningDataModule):
 
     def train_dataloader(self) -> DataLoader[Any]:
         assert self.trainer is not None
-        rows = self.rows(self.trainer.global_rank, self.trainer.world_size, self.trainer.accumulate_grad_batches)
+        ranks, rank = data_ranks(self.trainer)
+        rows = self.rows(rank, ranks, self.trainer.accumulate_grad_batches)
         own = torch.Generator()  # a loader would draw from the global one at every epoch
         return DataLoader(FromStep(rows, self.trainer), batch_size=None, generator=own)
 

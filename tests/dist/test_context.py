@@ -8,8 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig
 
-from tests.dist.forks import on_ranks
+from lit_fsdp.config.strategy import ContextConfig, StrategyConfig, mesh_shape
+from lit_fsdp.errors import ConfigError
+from lit_fsdp.models.build import build_on_meta
+from lit_fsdp.models.context import context_method
+from lit_fsdp.models.miniature import shrink
+from lit_fsdp.models.tokenizers import miniature_tokenizer
+from tests.dist.forks import RankError, on_ranks
 
 ROWS = {"global_batch_size": 12, "max_seq_length": 160}
 
@@ -63,3 +70,76 @@ def test_pairs_are_compared_across_the_cut(tiny_model: Path, tmp_path: Path, lor
         assert one["tokens"] > 0
         for step, wanted in zip(one["steps"], found[0]["steps"], strict=True):
             assert step == pytest.approx(wanted, rel=1e-5, abs=1e-6)
+
+
+def test_a_run_goes_on_with_another_degree(tiny_model: Path, tmp_path: Path) -> None:
+    """Bit-equal with the same one, and within rounding with others; each row once."""
+    job: dict[str, Any] = {"folder": tiny_model, "data": {"packing": True}, "steps": 6, "micro": 2}
+    whole = _run(run=tmp_path / "whole", ranks=2, degree=2, every=3, **job)
+    cut = tmp_path / "whole" / "checkpoints" / "step-00000003"
+    for ranks, degree in ((2, 2), (2, 1), (4, 4), (4, 2)):
+        found = _run(run=tmp_path / f"{ranks}-{degree}", ranks=ranks, degree=degree, ckpt_path=cut, **job)
+        if (ranks, degree) == (2, 2):
+            assert found["digest"] == whole["digest"]
+        assert found["losses"] == pytest.approx(whole["losses"][3:], rel=1e-5)
+
+
+def test_faults_are_found(tiny_model: Path, tmp_path: Path) -> None:
+    job: dict[str, Any] = {"folder": tiny_model, "steps": 2, "data": {**ROWS, "micro_batch_size": 4, "packing": True}}
+    job["strategy"] = {"engine": "fsdp2", "context_parallel": 2}
+    (wanted, _) = on_ranks("faulty_run", 2, fault="none", run=tmp_path / "none", **job)
+    for fault, words in (
+        ("positions", "but then llama computes something else: the states of a row change"),
+        ("leak", "with other tokens in the other samples one changes by"),
+    ):
+        with pytest.raises(RankError, match=words):
+            on_ranks("faulty_run", 2, fault=fault, run=tmp_path / fault / "run", **job)
+    lost = on_ranks("faulty_run", 2, fault="lost label", run=tmp_path / "lost", **job)[0]
+    assert lost["supervised"] < wanted["supervised"]
+    assert lost["losses"] != pytest.approx(wanted["losses"], rel=1e-6)
+    twice = on_ranks("faulty_run", 2, fault="counted twice", run=tmp_path / "twice", **job)[0]
+    assert twice["slots"] > 1.5 * wanted["slots"]
+
+
+def test_somebodys_own_module_cuts_its_rows(tiny_model: Path) -> None:
+    (wanted,) = on_ranks("own_run", 1, folder=tiny_model, degree=1)
+    for found in on_ranks("own_run", 2, folder=tiny_model, degree=2):
+        assert found == pytest.approx(wanted, rel=1e-6)
+
+
+def test_evaluation_says_each_row_once(tiny_model: Path, tmp_path: Path) -> None:
+    """Validation, named sets and predictions are those of one process."""
+    data = {"val": "generated:7", "max_seq_length": 160, "cache_dir": str(tmp_path / "cache"), "micro_batch_size": 2}
+    found = [
+        on_ranks("validate_run", ranks, folder=tiny_model, data=data, strategy={"context_parallel": degree})[0]
+        for ranks, degree in ((1, 1), (2, 2), (4, 2))
+    ]
+    assert found[1:] == [pytest.approx(found[0], rel=1e-6)] * 2
+
+
+def test_what_does_not_fit_is_refused_before_a_process_starts(tiny_model: Path, tmp_path: Path) -> None:
+    for strategy, words in [
+        ({"engine": "ddp", "context_parallel": 2}, "context_parallel: got above 1 with ddp"),
+        ({"engine": "fsdp1", "context_parallel": 2}, "context_parallel: got above 1 with fsdp1"),
+        ({"context_parallel": 0}, "degree: got 0"),
+        ({"context_parallel": 2, "sharding": "no_shard"}, "context_parallel: got above 1 with no_shard"),
+        ({"context_parallel": 2, "compile": True}, "context_parallel: got above 1 with compile: true"),
+    ]:
+        with pytest.raises(ConfigError, match=words):
+            StrategyConfig(**strategy)
+    with pytest.raises(ConfigError, match="got 3 on 4 ranks\n  allowed: a divisor of 4"):
+        mesh_shape(StrategyConfig(context_parallel=3), 1, 4)
+    for family, words in (
+        ("qwen3_next", "got 2 for qwen3_next, which has layers of another kind"),
+        ("falcon_h1", "got 2 for falcon_h1, which has layers of another kind"),
+        ("gpt_oss", "got 2 for gpt_oss with attention"),
+    ):
+        model = build_on_meta(shrink(AutoConfig.for_model(family), miniature_tokenizer()))
+        with pytest.raises(ConfigError, match=words):
+            context_method(model, ContextConfig(degree=2), "context_parallel")
+    model = build_on_meta(AutoConfig.from_pretrained(tiny_model))
+    heads = model.config.num_attention_heads
+    with pytest.raises(ConfigError, match=f"ulysses over 3 ranks, with {heads} heads\n  allowed: degree: 1 | 2"):
+        context_method(model, ContextConfig(degree=3, method="ulysses"), "context_parallel")
+    assert context_method(model, ContextConfig(degree=3), "context_parallel") == "all_gather"
+    assert context_method(model, ContextConfig(degree=2), "context_parallel") == "ulysses"
