@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from typing import Any
 
@@ -60,6 +61,16 @@ def _fitting_degrees(strategy: Any, devices: int) -> list[tuple[str, Any, str]]:
     copies, shards, why = strategy.replicate_degree or 0, strategy.shard_degree or 0, f"{devices} ranks on one node"
     if not devices:
         return []
+    given = strategy.context_parallel
+    degree = given if isinstance(given, int) else given["degree"]
+    fits = math.gcd(degree, devices)
+    if fits != degree:
+        value = fits if isinstance(given, int) else {**dict(given), "degree": fits}
+        return [("context_parallel", value, why), *_fitting_shards(strategy, devices, copies, shards, why)]
+    return _fitting_shards(strategy, devices, copies, shards, why)
+
+
+def _fitting_shards(strategy: Any, devices: int, copies: int, shards: int, why: str) -> list[tuple[str, Any, str]]:
     if strategy.sharding not in ("hybrid_shard", "hybrid_shard_zero2"):
         return [("shard_degree", -1, why)] if shards > 1 and shards != devices else []
     found: list[tuple[str, Any, str]] = []

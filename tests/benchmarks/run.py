@@ -34,6 +34,7 @@ MEASURES = {
     "one": (1, 128, "tokens/s of `lit-fsdp fit`, one process ÷ plain PyTorch loop", ">= 0.98"),
     "two": (2, 128, "tokens/s of `lit-fsdp fit`, two processes ÷ `fully_shard` loop", ">= 0.97"),
     "packed": (1, 512, "tokens/s of `lit-fsdp fit`, packed, one process ÷ loop with torch's chunked head", ">= 0.98"),
+    "context": (2, 4096, "tokens/s of `lit-fsdp fit`, two processes that share rows ÷ that have their own", ">= 0.85"),
     "start": (2, 64, "launch to first step of `lit-fsdp fit` on two processes ÷ minimal Lightning script", "<= 1.05"),
 }
 
@@ -62,15 +63,24 @@ def measure(name: str, folder: Path, options: argparse.Namespace) -> dict[str, A
     data = {"train": str(rows), "max_seq_length": length, "packing": packing}
     data |= {"global_batch_size": ROWS, "micro_batch_size": ROWS // ranks}
     write_recipe(folder / "recipe.yaml", model, {}, data, devices=ranks, max_steps=steps, log_every_n_steps=5)
-    save_batches(folder, data, ranks, steps)
+    if name == "context":  # both two rows at a time
+        options_of = {"devices": ranks, "max_steps": steps, "log_every_n_steps": 5}
+        data |= {"global_batch_size": ranks}
+        for side, degree, micro in (("recipe", ranks, ranks), ("peer", 1, 1)):
+            strategy = {"context_parallel": degree, "activation_checkpointing": "full"}
+            write_recipe(folder / f"{side}.yaml", model, strategy, {**data, "micro_batch_size": micro}, **options_of)
+    else:
+        save_batches(folder, data, ranks, steps)
     sides = {"ours": lambda: fit(folder / "recipe.yaml", ranks), "peer": lambda: peer(folder, ranks, is_start)}
+    if name == "context":
+        sides["peer"] = lambda: fit(folder / "peer.yaml", ranks)
     runs = in_turns(sides, options.repeats + is_start)
     for side, found in runs.items():
         print(f"losses, {side}: {'  '.join(f'{loss:.4f}' for loss in found[0]['losses'])}")
     if is_start:  # the first ones fill the caches
         seconds = [[run["times"][0] - run["launched"] for run in found[1:]] for found in runs.values()]
         return compared(what, *seconds, unit="s", aim=aim)
-    tokens = length * ROWS * (steps - WARMUP_STEPS)
+    tokens = length * (ranks if name == "context" else ROWS) * (steps - WARMUP_STEPS)
     rates = [[tokens / (r["times"][-1] - r["times"][WARMUP_STEPS - 1]) for r in found] for found in runs.values()]
     return compared(what, *rates, unit="tokens/s", aim=aim)
 
