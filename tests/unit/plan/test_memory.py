@@ -60,6 +60,24 @@ def test_recomputing_takes_time():
     assert 1.2 < full / none < 4 / 3  # not of the head
 
 
+def test_ranks_that_share_rows_keep_a_part_of_their_positions():
+    words = ("--data.micro_batch_size=1", "--data.max_seq_length=8192", "--data.global_batch_size=8")
+    flag = "--trainer.strategy.init_args.context_parallel"
+    runs = {degree: loaded(*words, f"{flag}={degree}") for degree in (1, 2, 4)}
+    whole = rank_memory(runs[1])
+    for degree, most in ((2, 0.55), (4, 0.3)):
+        step = rank_memory(runs[degree]).step
+        assert step.kept == whole.step.kept / degree
+        assert step.block <= most * whole.step.block
+        taken = time_of(runs[degree])
+        # queries and what comes out of 32 heads, keys and values of 8; forward, backward and recomputed; 32 blocks
+        sent = 3 * 32 * 8 * 8192 / 8 * 2 * (32 + 8) * 128 * 2 * (degree - 1) / degree
+        assert taken["exchanges"] == pytest.approx(sent / 450e9)
+    assert time_of(runs[1])["exchanges"] == 0
+    gathers = time_of(loaded(*words, f"{flag}={{degree: 4, method: all_gather}}"))["exchanges"]
+    assert gathers == pytest.approx(3 * 32 * 8 * 8192 / 8 * 2 * 8 * 128 * 2 * 3 / 450e9)
+
+
 def test_gradients_that_are_held_back_are_whole_and_sent_once():
     words = ("--data.micro_batch_size=1", "--data.max_seq_length=64", "--data.global_batch_size=32")
     each, last = (loaded(*words, f"--trainer.strategy.init_args.sync_each_micro_batch={on}") for on in (True, False))
