@@ -129,7 +129,8 @@ def own_parts(state: Any) -> tuple[dict[str, bool], bytes]:
     everyone = ranks.run(what, lambda: hashes)
     for path in sorted({path for one in everyone for path in one}):
         held = [one[path] for one in everyone if path in one] + [everyone[0].get(path, {})]
-        unlike = {name for one in held for name in one if len({other.get(name) for other in held}) > 1}
+        names = {name for one in held for name in one}
+        unlike = {name for name in names if len({other.get(name) for other in held}) > 1}
         differs |= {name: any(one[name][1] for one in held if name in one) for name in sorted(unlike)}
         if unlike and path in parts:
             (own if len(path) == 1 else own.setdefault(path[0], {}))[path[-1]] = parts[path]
