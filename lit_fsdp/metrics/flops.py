@@ -43,7 +43,8 @@ class BlockFlops:
 
     forward_per_token: float
     train_per_token: float
-    forward_per_pair: float
+    again_per_pair: float
+    """Where a block is recomputed: nothing by torch's attention, whose results are kept."""
     train_per_pair: float
     window: int | None
     """Keys a query meets at most; None for all before it."""
@@ -69,8 +70,9 @@ class ModelFlops:
     def recomputed_flops(self, counts: Mapping[str, float], words: Mapping[str, str]) -> float | None:
         """Operations that activation checkpointing repeats in the backward pass; None if that is not known.
 
-        ``full`` repeats a block; ``selective`` keeps all products by default, so none is repeated; what is kept
-        within a memory budget, only the compiler knows. ``words`` are those by block name; one without repeats nothing.
+        ``full`` repeats a block but torch's attention; ``selective`` keeps all products by default, so none is
+        repeated; what is kept within a memory budget, only the compiler knows. ``words`` are those by block name; one
+        without repeats nothing.
         """
         total = 0.0
         for name, block in self.blocks.items():
@@ -79,7 +81,7 @@ class ModelFlops:
                 return None
             if word == "full":
                 pairs = num_pairs(counts, block.window)
-                total += block.forward_per_token * counts["tokens"] + block.forward_per_pair * pairs
+                total += block.forward_per_token * counts["tokens"] + block.again_per_pair * pairs
         return total
 
 
@@ -138,10 +140,11 @@ def _block(block: nn.Module, flows: bool, config: Any, kind: str) -> BlockFlops:
     else:
         dims = 2 * (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
     per_pair = 2.0 * config.num_attention_heads * dims
+    keeps = str(getattr(config, "_attn_implementation", "")).startswith("sdpa")
     return BlockFlops(
         forward_per_token=sum(2 * elements for elements, _ in products),
         train_per_token=_train(products, flows),
-        forward_per_pair=per_pair,
+        again_per_pair=0.0 if keeps else per_pair,
         train_per_pair=per_pair * (3 if flows else 1),
         window=getattr(config, _WINDOWS[kind], None) if kind in _WINDOWS else None,
     )

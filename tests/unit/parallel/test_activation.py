@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from typing import Any
+
 import pytest
 import torch
 from packaging.version import Version
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
 from lit_fsdp.config.strategy import ActivationConfig
+from lit_fsdp.models.build import build_on_meta
 from lit_fsdp.parallel.activation import prepare_blocks, recomputes
 from tests.unit.models.families import tiny
 
@@ -25,12 +30,12 @@ PLAIN = 3 * (2 * BLOCKS + 1) * LINEAR + BLOCKS
 # options; linear layers and attentions that run again; what the blocks say
 MODES = {
     "none": ({}, 0, 0, ["no"] * 5),
-    "full": ({"mode": "full"}, 2 * BLOCKS, BLOCKS, ["full"] * 5),
-    "every_n": ({"mode": "every_n", "n": 2}, 2 * 3, 3, ["full", "no", "full", "no", "full"]),  # the first one always
-    "every third": ({"mode": "every_n", "n": 3}, 2 * 2, 2, ["full", "no", "no", "full", "no"]),
+    "full": ({"mode": "full"}, 2 * BLOCKS, 0, ["full"] * 5),
+    "every_n": ({"mode": "every_n", "n": 2}, 2 * 3, 0, ["full", "no", "full", "no", "full"]),  # the first one always
+    "every third": ({"mode": "every_n", "n": 3}, 2 * 2, 0, ["full", "no", "no", "full", "no"]),
     "selective": ({"mode": "selective"}, 0, 0, ["selective"] * 5),
     "offload": ({"offload_activations": True}, 0, 0, ["no, offloaded"] * 5),
-    "full_offload": ({"mode": "full", "offload_activations": True}, 2 * BLOCKS, BLOCKS, ["full, offloaded"] * 5),
+    "full_offload": ({"mode": "full", "offload_activations": True}, 2 * BLOCKS, 0, ["full, offloaded"] * 5),
     "selective_offload": ({"mode": "selective", "offload_activations": True}, 0, 0, ["selective, offloaded"] * 5),
 }
 
@@ -101,6 +106,7 @@ def test_activations_move_and_parameters_stay(monkeypatch: pytest.MonkeyPatch):
     prepare_blocks(net.blocks, ActivationConfig(**MODES["full_offload"][0]))
     step(net)
     assert moved.count((ROWS, TOKENS, WIDTH)) == BLOCKS  # the input of each block
+    assert moved.count((ROWS, 1, TOKENS, WIDTH)) == BLOCKS  # and what attention gave
     moved.clear()
     prepare_blocks(net.blocks, ActivationConfig(**MODES["offload"][0]))
     step(net)
@@ -150,3 +156,40 @@ def test_what_is_added_to_in_place_is_not_kept():
         found.append([param.grad.clone() for param in model.parameters() if param.grad is not None])
     assert found[0]
     assert all(map(torch.equal, *found))
+
+
+class Calls(TorchDispatchMode):
+    """How often the CPU's attention and products of two matrices are computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found[op.name().removeprefix("aten::_scaled_dot_product_")] += 1
+        return op(*args, **(kwargs or {}))
+
+
+def test_attention_of_packs_is_computed_once_whatever_else_is_recomputed():
+    """Of three samples in each block; in a second backward pass too; but not by products of its own (eager)."""
+    ids, lengths = torch.arange(3, 19)[None], [3, 8, 5]
+    for attends, again in ((None, 0), ("eager", 2)):
+        model: Any = build_on_meta(tiny("llama"), attends).to_empty(device="cpu")
+        model.init_weights()
+        counts, grads = [], []
+        for mode in ("none", "full"):
+            prepare_blocks(model.model.layers, ActivationConfig(mode=mode))
+            model.zero_grad()
+            with Calls() as calls:
+                loss = model(input_ids=ids, labels=ids, sample_lengths=None if attends else lengths).loss
+                loss.backward(retain_graph=True)
+            counts.append(calls.found)
+            loss.backward()
+            grads.append([param.grad for param in model.parameters()])
+        assert all(map(torch.equal, *grads))
+        (kept, recomputed), blocks = counts, len(model.model.layers)
+        assert (
+            recomputed["flash_attention_for_cpu"] == kept["flash_attention_for_cpu"] == (0 if attends else 3 * blocks)
+        )
+        assert recomputed["aten::bmm"] - kept["aten::bmm"] == again * blocks
+        assert recomputed["aten::mm"] - kept["aten::mm"] == 6 * blocks  # all but the last, which nobody needs
