@@ -115,8 +115,8 @@ class ActivationConfig:
     """An activation checkpointing mode and its details."""
 
     mode: ActivationMode = "none"
-    """none keeps all; full the inputs of blocks and what attention gave (of torch's kernels); every_n does so in every
-    n-th block; selective keeps matrix products and attention."""
+    """none keeps all; full block inputs, and attention of rows twice as long as heads are wide; every_n does so in
+    every n-th block; selective matrix products, attention."""
     n: int | None = None
     """With every_n: one block in n recomputes; default 2."""
     memory_budget: float | None = None

@@ -21,6 +21,7 @@ Source: PaLM, arXiv:2204.02311, appendix B; Korthikanti et al., arXiv:2205.05198
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -43,9 +44,10 @@ class BlockFlops:
 
     forward_per_token: float
     train_per_token: float
-    again_per_pair: float
-    """Where a block is recomputed: nothing by torch's attention, whose results are kept."""
+    forward_per_pair: float
     train_per_pair: float
+    kept_from: float
+    """Tokens of a sample from which on recomputed blocks keep what attention gave."""
     window: int | None
     """Keys a query meets at most; None for all before it."""
 
@@ -70,7 +72,7 @@ class ModelFlops:
     def recomputed_flops(self, counts: Mapping[str, float], words: Mapping[str, str]) -> float | None:
         """Operations that activation checkpointing repeats in the backward pass; None if that is not known.
 
-        ``full`` repeats a block but torch's attention; ``selective`` keeps all products by default, so none is
+        ``full`` repeats a block, attention of short rows only; ``selective`` keeps all products by default, so none is
         repeated; what is kept within a memory budget, only the compiler knows. ``words`` are those by block name; one
         without repeats nothing.
         """
@@ -80,8 +82,9 @@ class ModelFlops:
             if word not in ("no", "full", "selective"):
                 return None
             if word == "full":
-                pairs = num_pairs(counts, block.window)
-                total += block.forward_per_token * counts["tokens"] + block.again_per_pair * pairs
+                total += block.forward_per_token * counts["tokens"]
+                if counts["squared_tokens"] < block.kept_from * counts["tokens"]:
+                    total += block.forward_per_pair * num_pairs(counts, block.window)
         return total
 
 
@@ -144,8 +147,9 @@ def _block(block: nn.Module, flows: bool, config: Any, kind: str) -> BlockFlops:
     return BlockFlops(
         forward_per_token=sum(2 * elements for elements, _ in products),
         train_per_token=_train(products, flows),
-        again_per_pair=0.0 if keeps else per_pair,
+        forward_per_pair=per_pair,
         train_per_pair=per_pair * (3 if flows else 1),
+        kept_from=per_pair / 2 if keeps else math.inf,
         window=getattr(config, _WINDOWS[kind], None) if kind in _WINDOWS else None,
     )
 

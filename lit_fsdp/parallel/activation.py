@@ -115,11 +115,11 @@ def _recomputed(block: nn.Module, forward: Callable[..., Any], what: str) -> Cal
 
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
         options: dict[str, Any] = {}
-        if what == "selective" or torch.compiler.is_compiling():
+        if what == "selective":
             # put together here and not outside: the compiler must see the parts
             contexts: Any = functools.partial(create_selective_checkpoint_contexts, list(keep))
             options = {"context_fn": contexts, **_OFFLOADS_KEPT}
-        elif has_ops:
+        elif has_ops and not torch.compiler.is_compiling():
             options = {"context_fn": lambda: (_AttentionKept(keep, BY_SAMPLE in attends),) * 2}
         return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
 
@@ -129,8 +129,8 @@ def _recomputed(block: nn.Module, forward: Callable[..., Any], what: str) -> Cal
 class _AttentionKept:
     """The context of a recomputed region in both passes: attention's results of the first are those of the second.
 
-    Torch's own for chosen operators sees every one of the region, which slows short rows down, and allows for one
-    backward pass. Where ``is_called`` by lit_fsdp's attention, this sees the operators of that alone.
+    Torch's own for chosen operators sees all of the region, which slows it down, and allows for one backward pass.
+    Where ``is_called`` by lit_fsdp's attention, this sees the operators of that alone.
     """
 
     def __init__(self, ops: list[Any], is_called: bool) -> None:
@@ -165,7 +165,7 @@ class _Keeping(TorchDispatchMode):
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if op not in self._ops or _drops(op, args, kwargs):
+        if op not in self._ops or not _is_worth_keeping(op, args, kwargs):
             return op(*args, **kwargs)
         self.position += 1
         if self.position <= len(self._kept):
@@ -178,11 +178,17 @@ class _Keeping(TorchDispatchMode):
         return functools.partial(self._unpack, self._pack(tensor.detach()))
 
 
-def _drops(op: Any, args: Any, kwargs: Any) -> bool:
-    """Whether an operator draws random numbers: those after it are the same only if it is computed again."""
+def _is_worth_keeping(op: Any, args: Any, kwargs: Any) -> bool:
+    """Whether rows are twice as long as all heads are wide: of shorter ones attention is cheap, for what it takes.
+
+    What draws random numbers is not: those after it are the same only if it is computed again.
+    """
     arguments = op._schema.arguments if hasattr(op, "_schema") else ()
     place = next((i for i, argument in enumerate(arguments) if argument.name == "dropout_p"), len(args))
-    return bool(kwargs.get("dropout_p", args[place] if place < len(args) else 0))
+    query = args[0]  # (B, H, T, D), or (N, H, D) of samples side by side, the longest of which is the sixth argument
+    num_tokens = query.shape[2] if query.dim() == 4 else args[5]
+    drops = kwargs.get("dropout_p", args[place] if place < len(args) else 0)
+    return not drops and num_tokens >= 2 * query.shape[1] * query.shape[-1]
 
 
 def _offloaded(block: nn.Module, forward: Callable[..., Any], pin_memory: bool) -> Callable[..., Any]:
