@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -22,6 +23,9 @@ _OWN_MASKS = "axk2 deepseek_v32 doge gemma4_text gemma4_unified_text glm_moe_dsa
 """Families of transformers (5.24) that cut a mask, or go on from it to one of their own."""
 _running: list[Sequence[int] | None] = []
 """The ``sample_lengths`` of the forward passes that are under way, the innermost last."""
+
+kept_by: list[Any] = []
+"""Contexts in which the blocks that are under way want attention to run, the innermost last."""
 
 
 def is_causal(model: torch.nn.Module) -> bool:
@@ -87,6 +91,11 @@ def _attend(
     return torch.cat(found, dim=2).transpose(1, 2).contiguous(), None
 
 
+def _attend_as_asked(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
+    with kept_by[-1] if kept_by else nullcontext():
+        return _attend(*args, **kwargs)
+
+
 def _banded(tensors: Sequence[torch.Tensor], window: int | None, options: dict[str, Any]) -> torch.Tensor:
     """Causal attention of one sample, a window of queries after the other where it is longer than that."""
     query, key, value = tensors
@@ -127,5 +136,5 @@ def _varlen(
     return out[None]
 
 
-AttentionInterface.register(BY_SAMPLE, _attend)
+AttentionInterface.register(BY_SAMPLE, _attend_as_asked)
 AttentionMaskInterface.register(BY_SAMPLE, _mask)

@@ -21,6 +21,7 @@ from transformers.pytorch_utils import Conv1D
 
 from lit_fsdp.config.model import LoraConfig
 from lit_fsdp.errors import ConfigError, require
+from lit_fsdp.models.adapted import apply_one_function
 from lit_fsdp.models.quantize import apply_nf4, pack
 from lit_fsdp.models.weights import Weights, seeded, tied_groups
 
@@ -123,6 +124,9 @@ def apply_lora(model: PreTrainedModel, config: LoraConfig, base: str | None = No
     for number in [numbers] if isinstance(numbers, int) else numbers or []:  # peft passes over one that is not there
         given, fits = f"{number}, and no layer of that number has an adapter", any(f".{number}." in n for n in adapted)
         require(fits, f"{_PATH}.peft_args.layers_to_transform", given, "numbers of layers, from 0")
+    for layer in model.modules():
+        if isinstance(layer, peft.tuners.lora.LoraLayer) and type(layer).__name__ in ("Linear", "Linear4bit"):
+            apply_one_function(layer)
     model.train()
     # as peft's save_pretrained writes it, ready for inference
     values = {key: sorted(v) if isinstance(v, set) else v for key, v in settings.to_dict().items()}
