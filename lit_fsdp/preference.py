@@ -70,19 +70,15 @@ class PreferenceModule(CausalLMModule):
         return -sums_B.view(2, -1)
 
     def ways_to_lay_out(self) -> tuple[str, ...]:
-        """See :func:`~lit_fsdp.models.packing.rows_of_pairs`; compiled code would be made for each length of a row."""
-        strategy = self.trainer.strategy
-        if isinstance(strategy, EngineStrategy) and strategy.config.compile:
-            return ("padded",)
-        ways = rows_of_pairs(self.model, self.attn_implementation)
-        return ways if self.config.neftune_alpha is None else ways[-2:]  # whose noise is of one sample each
+        """See :func:`~lit_fsdp.models.packing.rows_of_pairs`; for each length of a row code would be compiled again."""
+        is_fixed = self.trainer.strategy.config.compile or self.config.neftune_alpha  # type: ignore[attr-defined]
+        return ("padded",) if is_fixed else rows_of_pairs(self.model, self.attn_implementation)
 
     def laid_out(self, batch: Any) -> Any:
         """A batch with its pairs in one row, if they are to be, and what is counted; best on the host."""
         is_known = isinstance(batch, Mapping) and ONE_ROW not in batch and {"counts", "attention_mask"} <= batch.keys()
-        if not is_known or self.pair_rows in (None, "padded"):
-            return batch
-        return pairs_in_one_row(batch, self.pair_rows == "shared")
+        is_asked = is_known and self.pair_rows in ("shared", "whole")
+        return pairs_in_one_row(batch, self.pair_rows == "shared") if is_asked else batch
 
     def counted(self, batch: Any) -> Any:
         """The batch laid out, too, in memory from which it travels by itself."""
@@ -159,10 +155,7 @@ class PreferenceModule(CausalLMModule):
         self._identity = self._identity or checkpoint.get("reference")
 
     def _refer_to(self, split: str) -> None:
-        """Have the log-probabilities of every pair of a split at hand, fp32 (2, pairs); collective.
-
-        Those of pairs with numbers; with adapters not of more pairs than training will see.
-        """
+        """Have those of all pairs of a split, fp32 (2, pairs); with adapters if all will be seen. Collective."""
         if not self.config.preference.has_reference or split in self._references:
             return
         assert self.model is not None

@@ -61,7 +61,7 @@ def rows_of_pairs(model: Any, attn_implementation: str) -> tuple[str, ...]:
     """
     if not attn_implementation.startswith(_BY_BORDERS):
         return ("padded",)
-    config = model.config.get_text_config().to_dict()
+    config: dict[str, Any] = model.config.get_text_config().to_dict()
     is_mixed = getattr(model, "_is_stateful", False) or any(isinstance(m, nn.Conv1d) for m in model.modules())
     is_known = set(config.get("layer_types") or ()) <= {"full_attention", "sliding_attention"}
     drops = any("att" in name and "drop" in name and value for name, value in config.items())
