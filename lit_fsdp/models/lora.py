@@ -54,12 +54,12 @@ class LoraWeights:
         Of a quantized layer all of the weight is read, whatever rows of the packed one are asked for.
         """
         if attribute == "weight" and hasattr(module, "quant_state"):
-            packed = pack(self._base.read(_base_name(module_name), module, attribute), module, self._device)
+            packed = pack(self._base.read(base_name(module_name), module, attribute), module, self._device)
             return packed if rows is None else packed[rows].clone()
         parts = module_name.split(".")
         part = next((part for part in parts if part in _ADAPTER_PARTS), None)
         if part is None:
-            return self._base.read(_base_name(module_name), module, attribute, rows)
+            return self._base.read(base_name(module_name), module, attribute, rows)
         if part == "lora_magnitude_vector":
             weight = self._base.read(".".join(parts[: parts.index(part)]), module, "weight").float()
             values = torch.linalg.norm(weight, dim=0 if module.fan_in_fan_out else 1)
@@ -174,7 +174,12 @@ def _inject(model: PreTrainedModel, settings: Any) -> Any:
     return tuner
 
 
-def _base_name(name: str) -> str:
+def is_adapter(name: str) -> bool:
+    """Whether a parameter is of an adapter, or of a copy of a module that is trained whole beside them."""
+    return ".lora_" in name or ".modules_to_save." in name
+
+
+def base_name(name: str) -> str:
     """The name that a module of the base, or a whole copy of it, has in the model without adapters."""
     for inner in (".base_layer", ".original_module", f".modules_to_save.{_ADAPTER}"):
         name = f"{name}.".replace(f"{inner}.", ".").removesuffix(".")
