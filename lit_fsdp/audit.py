@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TextIO
 
@@ -115,7 +117,7 @@ def state_per_rank(
     offload does for a GPU, also ``rounding_bytes``: torch pins each parameter and gradient by itself (FSDP1: each flat
     one), in a block of the next power of two (ATen/core/CachingHostAllocator.h, torch 2.11 to 2.15).
     """
-    held = [dict.fromkeys(_KINDS, 0) for _ in range(ranks)]
+    changes = [Counter[str]() for _ in range(ranks + 1)]  # at each rank, from the one before it
     row, packed = config.precision_config.row, packed_weights(model)
     seen: set[int] = set()
     for unit in plan.units:
@@ -123,30 +125,38 @@ def state_per_rank(
         own = [param for param in module.parameters() if id(param) not in seen]
         seen.update(id(param) for param in own)
         if config.engine == "fsdp1":
-            _add_flat(held, own, TORCH_DTYPES["fp32" if unit.keeps_fp32 else row.compute].itemsize, kept)
+            _add_flat(changes, own, TORCH_DTYPES["fp32" if unit.keeps_fp32 else row.compute].itemsize, kept)
         else:
-            _add_by_rows(held, own, packed, kept)
-    for one in held if not pins else ():
-        del one["rounding_bytes"]
+            _add_by_rows(changes, own, packed, kept)
     scales = sum(unit.quantization_bytes for unit in plan.units)
+    kinds = _KINDS if pins else _KINDS[:-1]
+    sums = zip(*(itertools.accumulate([one[kind] for one in changes[:-1]]) for kind in kinds), strict=True)
+    held = [dict(zip(kinds, one, strict=True)) for one in sums]
     return [{**one, "quantization_bytes": scales} for one in held] if scales else held
 
 
+def _add(changes: list[Counter[str]], first: int, last: int, **numbers: int) -> None:
+    """Add to what the ranks from ``first`` up to ``last`` hold."""
+    changes[first].update(numbers)
+    changes[last].subtract(numbers)
+
+
 def _add_by_rows(
-    held: list[dict[str, int]], params: Iterable[nn.Parameter], packed: Mapping[int, int], kept: _Kept
+    changes: list[Counter[str]], params: Iterable[nn.Parameter], packed: Mapping[int, int], kept: _Kept
 ) -> None:
+    ranks = len(changes) - 1
     for param in params:
         rows = param.shape[0] if param.dim() else 1
         per_row = param.numel() // max(1, rows)
-        chunk = -(-rows // len(held))
-        for rank, one in enumerate(held):
-            local = max(0, min(rows, (rank + 1) * chunk) - rank * chunk) * per_row
-            one["num_params"] += local * packed.get(id(param), 1)
-            size = chunk * per_row * param.element_size()
-            one["parameter_bytes"] += size
-            one["gradient_bytes"] += size * param.requires_grad
-            one["rounding_bytes"] += _rounding(size) * (1 + param.requires_grad)
-            one["optimizer_bytes"] += kept(param, local) if param.requires_grad and local else 0
+        chunk = -(-rows // ranks)
+        size = chunk * per_row * param.element_size()
+        stored = {"parameter_bytes": size, "gradient_bytes": size * param.requires_grad}
+        _add(changes, 0, ranks, **stored, rounding_bytes=_rounding(size) * (1 + param.requires_grad))
+        whole, rest = divmod(rows, max(1, chunk))  # ranks with all rows of a chunk, then one with fewer, others none
+        for first, last, of_rank in ((0, whole, chunk), (whole, whole + 1, rest)):
+            if local := of_rank * per_row:
+                state = kept(param, local) if param.requires_grad else 0
+                _add(changes, first, last, num_params=local * packed.get(id(param), 1), optimizer_bytes=state)
 
 
 def _rounding(num_bytes: int) -> int:
@@ -154,20 +164,22 @@ def _rounding(num_bytes: int) -> int:
     return (1 << (num_bytes - 1).bit_length()) - num_bytes if num_bytes else 0
 
 
-def _add_flat(held: list[dict[str, int]], params: Sequence[nn.Parameter], itemsize: int, kept: _Kept) -> None:
-    align = _ALIGNMENT_BYTES // itemsize
+def _add_flat(changes: list[Counter[str]], params: Sequence[nn.Parameter], itemsize: int, kept: _Kept) -> None:
+    align, ranks = _ALIGNMENT_BYTES // itemsize, len(changes) - 1
     starts, end = [], 0
     for param in params:
         end += -end % align
         starts.append(end)
         end += param.numel()
-    part, size = -(-end // len(held)), next((param.element_size() for param in params), 0)
+    part, size = -(-end // ranks), next((param.element_size() for param in params), 0)
     is_trained = any(param.requires_grad for param in params)  # one gradient for the whole flat parameter
-    for rank, one in enumerate(held):
-        one["parameter_bytes"] += part * size
-        one["gradient_bytes"] += part * size * is_trained
-        one["rounding_bytes"] += _rounding(part * size) * (1 + is_trained)
-        for start, param in zip(starts, params, strict=True):
-            first, last = max(start, rank * part), min(start + param.numel(), (rank + 1) * part)
-            one["num_params"] += max(0, last - first)
-            one["optimizer_bytes"] += kept(param, last - first) if param.requires_grad and last > first else 0
+    stored = {"parameter_bytes": part * size, "gradient_bytes": part * size * is_trained}
+    _add(changes, 0, ranks, **stored, rounding_bytes=_rounding(part * size) * (1 + is_trained))
+    for start, param in zip(starts, params, strict=True):
+        stop, first = start + param.numel(), start // max(1, part)
+        last = stop // max(1, part)  # up to there ranks have whole parts, but the first
+        for one, other in ((first, first + 1), (first + 1, last), (max(first + 1, last), last + 1)):
+            local = min(stop, (one + 1) * part) - max(start, one * part)
+            if one < other and local > 0:
+                state = kept(param, local) if param.requires_grad else 0
+                _add(changes, one, other, num_params=local, optimizer_bytes=state)

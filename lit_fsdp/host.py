@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import json
 import logging
 import os
 import platform
@@ -32,6 +33,11 @@ _log = logging.getLogger(__name__)
 _PORTS = range(10000, 20000)
 """Below those of outgoing connections, which may take a port before rank 0 listens, and those of SLURM jobs."""
 _ISA_WITHOUT_BF16 = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI")
+
+
+def json_bytes(content: object) -> bytes:
+    """JSON as transformers lays it out."""
+    return json.dumps(content, indent=2, sort_keys=True).encode() + b"\n"
 
 
 def size_words(num_bytes: float) -> str:

@@ -56,7 +56,7 @@ from lit_fsdp.models.loss import (
     targets_here,
 )
 from lit_fsdp.models.neftune import embedding_noise
-from lit_fsdp.models.optimizers import MuonWithAdamW, hidden_matrices, optimizer_class
+from lit_fsdp.models.optimizers import MuonWithAdamW, ShardAdamW, hidden_matrices, optimizer_class
 from lit_fsdp.models.packing import last_hidden_states, model_inputs
 from lit_fsdp.models.resolve import resolve_model
 from lit_fsdp.models.tokenizers import load_tokenizer
@@ -248,6 +248,7 @@ class CausalLMModule(LightningModule):
         own = {n: value for n, value in own.items() if n in known and np.shape(known[n].default) == np.shape(value)}
         arguments = own | dict(optim.optimizer_args or {})
         if cls is torch.optim.AdamW:
+            cls = ShardAdamW
             # Lightning's own strategies clip no fused one
             arguments.setdefault("fused", isinstance(self.trainer.strategy, EngineStrategy))
         try:

@@ -81,13 +81,14 @@ class RunCSVLogger(Logger, Callback):
             self._columns = ["step"]
             self.path.parent.mkdir(parents=True, exist_ok=True)
             goes_on = self.path.is_file() and not (self._is_training and self._loaded_step is None)
-            self._rewrite(self.path.read_bytes() if goes_on else b"", self._loaded_step if self._is_training else None)
+            end = self.path.stat().st_size if goes_on else 0
+            self._rewrite(end, self._loaded_step if self._is_training else None)
         if self._last.get("step") != step:
             self._last, self._last_begins = {"step": step}, self.path.stat().st_size
         self._last.update({name: float(value) for name, value in metrics.items()})
         if new := [name for name in self._last if name not in self._columns]:
             self._columns += new
-            self._rewrite(self.path.read_bytes()[: self._last_begins])
+            self._rewrite(self._last_begins)
         text = io.StringIO(newline="")
         csv.DictWriter(text, self._columns).writerow(self._last)
         with self.path.open("r+b") as file:
@@ -119,13 +120,14 @@ class RunCSVLogger(Logger, Callback):
         if any(run is not None for _, run in runs):
             write_json(Path(trainer.default_root_dir) / _NAME, runs)
 
-    def _rewrite(self, content: bytes, before: int | None = None) -> None:
-        """Write the rows that are in ``content``, of steps ``before``, under all columns; a kill may have cut one."""
-        reader = csv.DictReader(io.StringIO(content.decode(), newline=""))
-        rows = [row for row in reader if (row.get("step") or "").removeprefix("-").isdigit()]
-        self._columns = list(dict.fromkeys([*(reader.fieldnames or ()), *self._columns]))
+    def _rewrite(self, end: int, before: int | None = None) -> None:
+        """Write the rows up to a byte, of steps ``before``, under all columns; a kill may have cut one."""
+        self.path.touch()
         temporary = self.path.with_name(f".{self.path.name}.tmp")
-        with temporary.open("w", newline="") as file:
+        with self.path.open("rb") as old, temporary.open("w", newline="") as file:  # row by row: there may be a million
+            reader = csv.DictReader(line.decode() for line in iter(old.readline, b"") if old.tell() <= end)
+            rows = (row for row in reader if (row.get("step") or "").removeprefix("-").isdigit())
+            self._columns = list(dict.fromkeys([*(reader.fieldnames or ()), *self._columns]))
             writer = csv.DictWriter(file, self._columns, extrasaction="ignore")
             writer.writeheader()
             writer.writerows(row for row in rows if before is None or int(row["step"]) < before)

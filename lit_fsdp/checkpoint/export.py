@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import yaml
@@ -25,12 +25,12 @@ from torch import nn
 from lit_fsdp.checkpoint import files as disk
 from lit_fsdp.checkpoint.manifest import Manifest, TensorSpec, read_manifest
 from lit_fsdp.checkpoint.safetensors_file import TensorFile, file_order, num_bytes, read_tensor
-from lit_fsdp.checkpoint.store import verify_files
+from lit_fsdp.checkpoint.verify import refuse, verify
 from lit_fsdp.errors import CheckpointError, require
-from lit_fsdp.host import GIB, return_freed_memory
-from lit_fsdp.models.base import BaseWeights, open_base
-from lit_fsdp.models.export_files import json_bytes
-from lit_fsdp.models.lora import apply_saved_lora
+from lit_fsdp.host import GIB, json_bytes, return_freed_memory
+
+if TYPE_CHECKING:
+    from lit_fsdp.models.base import BaseWeights
 
 _EXTRAS = "hf/"
 _OF_A_MODEL = ("config.json", "generation_config.json")
@@ -121,8 +121,12 @@ def export(
     has_adapter, given = bool(entry.get("adapter")), "a checkpoint without adapters"
     require(has_adapter or lora is None, f"--{lora}", given, "one of a run with model.lora", f"drop --{lora}")
     is_read = has_adapter and (check or lora == "merge")
-    verify_files(ckpt)
-    weights = open_base(entry["base"], ckpt, base, trust_remote_code) if is_read else None
+    refuse(ckpt, verify(ckpt))
+    weights = None
+    if is_read:
+        from lit_fsdp.models.base import open_base  # with transformers, which the rest does without
+
+        weights = open_base(entry["base"], ckpt, base, trust_remote_code)
     plan = _planned(manifest, (lora or "adapter") if has_adapter else "model", weights, dtype, max_shard_gib)
     texts = _texts(manifest, plan)
     draft = out.with_name(f".{out.name}.draft")
@@ -235,6 +239,8 @@ def _adapter_sources(found: Mapping[str, str], beside: Collection[str]) -> dict[
 
 
 def _lora_layers(base: nn.Module, adapter: Mapping[str, Any]) -> dict[str, tuple[str, nn.Module]]:
+    from lit_fsdp.models.lora import apply_saved_lora
+
     model: Any = copy.deepcopy(base)
     apply_saved_lora(model, adapter)
     layers = {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
@@ -257,8 +263,6 @@ def _texts(manifest: Manifest, plan: ExportPlan) -> dict[str, bytes]:
 
 def _model_config(manifest: Manifest, dtype: str) -> dict[str, Any]:
     """The config of the checkpoint with the dtype of the exported weights, which are plain numbers."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
     path = manifest.file(f"{_EXTRAS}config.json")
     try:
         config = {**json.loads(path.read_bytes()), "dtype": dtype}
@@ -266,9 +270,11 @@ def _model_config(manifest: Manifest, dtype: str) -> dict[str, Any]:
         raise CheckpointError(f"{path}: not the config of a model: {error}") from error
     for outdated in ("torch_dtype", "quantization_config"):
         config.pop(outdated, None)
-    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(config.get("model_type")))
-    if not config.get("architectures") and isinstance(name, str):  # it was never part of a saved model
-        config["architectures"] = [name]
+    if not config.get("architectures"):  # it was never part of a saved model
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+        name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(config.get("model_type")))
+        config |= {"architectures": [name]} if isinstance(name, str) else {}
     return config
 
 

@@ -69,10 +69,17 @@ class Ranks:
             except (CheckpointError, ConfigError, DataError) as error:
                 return error
 
-        found = self.run(what, lambda: attempt() if self.is_first else None)[0]
-        if isinstance(found, Exception):
-            raise found
-        return found  # type: ignore[return-value]
+        # alone, as in what :meth:`run` gathers the other ranks have as much room as rank 0 takes
+        found: list[Any] = [self.own(what, lambda: attempt() if self.is_first else None)]
+        if self._together:
+            try:
+                dist.broadcast_object_list(found, group=self.group, group_src=0)
+            except RuntimeError as error:
+                raise self.lost(what, error) from error
+        if isinstance(found[0], Exception):
+            raise found[0]
+        result: T = found[0]
+        return result
 
     def error(self, what: str, failed: Mapping[int, str], own: BaseException | None) -> BaseException:
         """What to raise here when some ranks have failed, with a line of each; an interrupt stays what it is."""

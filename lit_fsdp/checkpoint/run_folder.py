@@ -190,8 +190,8 @@ def to_remove(found: Sequence[Found], config: CheckpointConfig, current: int | N
     counts: a run that is preempted a hundred times has one more checkpoint than another.
     """
     ordered = sorted(found, key=lambda entry: entry.step)
-    passed = [entry for entry in ordered if entry.on_signal][:-1]
-    counted = [entry for entry in ordered if entry not in passed]
+    passed = {entry.path for entry in [entry for entry in ordered if entry.on_signal][:-1]}
+    counted = [entry for entry in ordered if entry.path not in passed]
     newest = counted if config.keep_last == -1 else counted[-config.keep_last :]
     top = ranked(ordered, config.monitor, config.mode)[: config.keep_best]
     every = config.keep_every

@@ -11,6 +11,7 @@ import dataclasses
 import datetime
 import importlib.metadata
 import json
+import math
 import platform
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -93,6 +94,20 @@ class Planner(DefaultSavePlanner):
             items.append(WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=data))
         self.plan = SavePlan(items)
         return self.plan
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """The plans as they are, once their parts make up every tensor; the manifest describes them.
+
+        DCP's own compares each part with all others that begin alike along the longest dim: all, of a wide matrix.
+        """
+        found: dict[str, dict[tuple[int, ...], int]] = {name: {} for name in self._snapshot.specs}
+        for item in (item for plan in all_plans for item in plan.items):
+            part = cast(TensorWriteData, item.tensor_data).chunk
+            found[item.index.fqn][tuple(part.offsets)] = part.sizes.numel()  # two that begin alike count as one
+        for name, parts in found.items():
+            if sum(parts.values()) != math.prod(self._snapshot.specs[name].shape):
+                raise CheckpointError(f"{name}: the parts that the ranks hold do not make up the tensor")
+        return all_plans, Metadata({})
 
 
 class Writer(StorageWriter):
@@ -202,14 +217,16 @@ class Reader(HuggingFaceStorageReader):
 
     def __init__(self, manifest: Manifest) -> None:
         super().__init__(str(manifest.folder))
-        self._metadata = _described(manifest)
+        self._manifest, self._metadata = manifest, _described(manifest)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The description that was made from the manifest."""
         return self._metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read this rank's slices; a damaged header is a CheckpointError."""
+        """Read this rank's slices, from files of the right size; a damaged header is a CheckpointError."""
+        for name in {self.storage_data[item.storage_index].name for item in plan.items}:
+            self._manifest.file(name)
         try:
             return super().read_data(plan, planner)
         except SafetensorError as error:  # which cannot be pickled, as DCP does for the other ranks
@@ -217,9 +234,9 @@ class Reader(HuggingFaceStorageReader):
 
 
 def _described(manifest: Manifest) -> Metadata:
-    """DCP's description of the tensors, whose files are there and have their sizes."""
-    files = {chunk.file for chunks in manifest.chunks.values() for chunk in chunks}
-    places = {name: SimpleNamespace(relative_path=str(manifest.file(name))) for name in files}  # all that is read
+    """DCP's description of the tensors; no file is looked at, as each rank reads few of them."""
+    names = {chunk.file for chunks in manifest.chunks.values() for chunk in chunks}
+    places = {name: SimpleNamespace(name=name, relative_path=str(manifest.folder / name)) for name in names}
     tensors: dict[str, Any] = {}
     storage: dict[MetadataIndex, Any] = {}
     for name, spec in manifest.tensors.items():

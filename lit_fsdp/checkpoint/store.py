@@ -39,7 +39,7 @@ from lit_fsdp.checkpoint.storage import (
     make_room,
     parts_of,
 )
-from lit_fsdp.checkpoint.verify import describe, verify
+from lit_fsdp.checkpoint.verify import refuse, verify
 from lit_fsdp.errors import CheckpointError
 from lit_fsdp.metrics.hardware import is_accelerator
 
@@ -129,7 +129,8 @@ def own_parts(state: Any) -> tuple[dict[str, bool], bytes]:
     everyone = ranks.run(what, lambda: hashes)
     for path in sorted({path for one in everyone for path in one}):
         held = [one[path] for one in everyone if path in one] + [everyone[0].get(path, {})]
-        unlike = {name for one in held for name in one if len({other.get(name) for other in held}) > 1}
+        names = {name for one in held for name in one}
+        unlike = {name for name in names if len({other.get(name) for other in held}) > 1}
         differs |= {name: any(one[name][1] for one in held if name in one) for name in sorted(unlike)}
         if unlike and path in parts:
             (own if len(path) == 1 else own.setdefault(path[0], {}))[path[-1]] = parts[path]
@@ -260,7 +261,7 @@ def load_weights(module: Module, path: Path | str) -> Module:
 def whole_model(path: Path | str) -> dict[str, torch.Tensor]:
     """The verified model tensors of a checkpoint under the module's own names, tied ones under each of theirs."""
     manifest = read_manifest(path)
-    _refuse(manifest.folder, verify(manifest.folder))
+    refuse(manifest.folder, verify(manifest.folder))
     state = {n.removeprefix("model/"): read_tensor(manifest, n) for n in manifest.tensors if n.startswith("model/")}
     ties = manifest.extra.get("tied", {}).items()
     return state | {again: state[first] for again, first in ties if first in state}  # none of a base that is elsewhere
@@ -285,12 +286,7 @@ def load_state(folder: Path, rank: int | None = None) -> Any:
 
 def verify_files(folder: Path) -> None:
     """Raise CheckpointError on every rank unless every file is as in the manifest; collective."""
-    _refuse(folder, verify(folder, ranks=Ranks()))
-
-
-def _refuse(folder: Path, differences: Mapping[str, str]) -> None:
-    if differences:
-        raise CheckpointError(f"{describe(folder, differences)}\n  use another checkpoint")
+    refuse(folder, verify(folder, ranks=Ranks()))
 
 
 def _write(snapshot: Snapshot, ranks: Ranks) -> None:

@@ -74,6 +74,12 @@ def describe(folder: Path, differences: Mapping[str, str]) -> str:
     return "\n".join([f"{folder} is damaged:", *(f"  {name}: {problem}" for name, problem in differences.items())])
 
 
+def refuse(folder: Path, differences: Mapping[str, str]) -> None:
+    """Raise CheckpointError if there are differences."""
+    if differences:
+        raise CheckpointError(f"{describe(folder, differences)}\n  use another checkpoint")
+
+
 def sha256_of(manifest: Manifest) -> str:
     """One SHA-256 for a checkpoint: that of what ``sha256sum`` says of the manifest's files, sorted by name."""
     lines = (f"{hash_file(manifest.file(name), hashlib.sha256)}  {name}\n" for name in sorted(manifest.files))

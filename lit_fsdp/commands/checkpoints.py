@@ -66,7 +66,7 @@ def _show(parser: Any, argv: Sequence[str], hashes: bool) -> list[dict[str, Any]
         entries = [look_at(path)]  # whether it is the last or the best, the others of the run would say
     rows = []
     for entry in entries:
-        differences = verify(entry.path, hashes)
+        differences = verify(entry.path, hashes) if hashes or entry.damage else {}  # sizes have been compared
         is_summed = getattr(options, "sha256", False) and not differences
         rows.append(
             {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from lit_fsdp.commands.parsing import parse, verb_parser
 from lit_fsdp.errors import require
@@ -35,20 +36,24 @@ def run_export(argv: Sequence[str]) -> int:
     options = parse(parser, argv)
     hub_name = options.push_to_hub
     require(hub_name or not options.private, "--private", "no --push-to-hub", "both")
-    from transformers.utils.logging import disable_progress_bar
-
     from lit_fsdp.checkpoint.export import export
-    from lit_fsdp.checkpoint.export_verify import find_export_differences
-    from lit_fsdp.models.hub import push
 
-    disable_progress_bar()
+    check: Any = None
+    if options.verify or options.merge:  # which read models by transformers
+        from transformers.utils.logging import disable_progress_bar
+
+        disable_progress_bar()
+    if options.verify:
+        from lit_fsdp.checkpoint.export_verify import find_export_differences
+
+        check = find_export_differences
     plan = export(
         options.ckpt,
         options.out,
         dtype=options.dtype,
         max_shard_gib=options.max_shard_gib,
         lora="adapter" if options.adapter else "merge" if options.merge else None,
-        check=find_export_differences if options.verify else None,
+        check=check,
         base=options.base,
         trust_remote_code=options.trust_remote_code,
         ema=options.ema,
@@ -56,6 +61,8 @@ def run_export(argv: Sequence[str]) -> int:
     checked = "; verified: loaded again, keys, tensors and logits are equal" if options.verify else ""
     print(f"{options.out}: {len(plan.specs)} tensors in {plan.dtype}, {size_words(plan.num_bytes)}{checked}")
     if hub_name:
+        from lit_fsdp.models.hub import push
+
         print(push(options.out, hub_name, options.private))
     return 0
 

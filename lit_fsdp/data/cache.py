@@ -39,7 +39,7 @@ _log = logging.getLogger(__name__)
 _VERSION = 14
 """Of what is written; another one is another folder."""
 _NAMED = 20
-_ROWS = 100
+_ROWS = 250
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,7 @@ class ChatTemplate:
 
     def __init__(self, source: str, variables: Mapping[str, Any], tool_use: str | None = None) -> None:
         self.source, self._variables, self._tool_use = source, dict(variables), tool_use or source
+        self._has = {text: (bool(_MARK.search(text)), "strftime_now" in text) for text in (source, self._tool_use)}
         renderers = [version(package) for package in ("transformers", "jinja2")]
         self.text = repr((source, tool_use, sorted(self._variables.items()), renderers))
 
@@ -56,7 +57,7 @@ class ChatTemplate:
 
         render: Any = render_jinja_template  # whose annotations are of another result
         source = self._tool_use if conversation.tools else self.source
-        marked = bool(_MARK.search(source))
+        marked, has_clock = self._has[source]
         options: dict[str, Any] = {
             "tools": conversation.tools,
             "chat_template": source,
@@ -66,7 +67,7 @@ class ChatTemplate:
             **conversation.template_kwargs,
         }
         try:
-            if "strftime_now" in source:  # of which transformers lets nobody choose the clock
+            if has_clock:  # of which transformers lets nobody choose the clock
                 _compile_jinja_template(source).environment.globals["strftime_now"] = _TODAY.strftime
             try:
                 (text,), marks = render([conversation.messages], **options)

@@ -106,9 +106,11 @@ class RowEncoder:
                     dropped = (EMPTY if row_format == "text" else NOTHING_LEFT,)
                 samples = [one for part in parts for one in part.samples]
                 found.append(EncodedRow(samples, sum(part.truncated for part in parts), dropped, unwritten))
-        for encoded, location in zip(found, locations, strict=True):
-            for each in encoded.samples:
-                self._check_ids(each.input_ids, location)
+        every = [each.input_ids for encoded in found for each in encoded.samples]
+        if every and np.concatenate(every).max() >= self._num_ids:
+            for encoded, location in zip(found, locations, strict=True):
+                for each in encoded.samples:
+                    self._check_ids(each.input_ids, location)
         return found
 
     def open_conversation(self, conversation: Conversation, location: str) -> list[int]:
@@ -251,7 +253,8 @@ class RowEncoder:
 
         Of a preference, whose ``other`` side has the same prompt, both sides lose the same tokens of it.
         """
-        row, other = _trimmed(whole), _trimmed(other or whole)
+        row = _trimmed(whole)
+        other = _trimmed(other) if other else row
         if not len(row.input_ids):
             return EncodedRow([], 0, (NOTHING_LEFT,))
         length, limit, policy = len(row.input_ids), self._config.max_seq_length, self._config.truncation
@@ -281,11 +284,14 @@ class RowEncoder:
 
 def _trimmed(row: Encoded) -> Encoded:
     """Without what follows the last supervised token, such as a line break after the last turn: it changes no loss."""
-    end = int(np.max(np.flatnonzero(row.supervised), initial=-1)) + 1
+    marked = row.supervised.nonzero()[0]
+    end = int(marked[-1]) + 1 if len(marked) else 0
     return Encoded(row.input_ids[:end], row.supervised[:end])
 
 
 def _without_flags(conversation: Conversation) -> Conversation:
     """The conversation as templates see it."""
+    if not any("train" in message for message in conversation.messages):
+        return conversation
     clean = [{key: value for key, value in message.items() if key != "train"} for message in conversation.messages]
     return replace(conversation, messages=clean)

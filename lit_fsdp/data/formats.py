@@ -26,6 +26,7 @@ _COLUMNS: dict[RowFormat, tuple[str, ...]] = {  # in this order: the first row f
     "preference": ("chosen", "rejected"),
 }
 _ROLE_KEYS, _CONTENT_KEYS = ("role", "from", "speaker", "author"), ("content", "value", "text")
+_PLAIN = {"role", "content"}
 _FLAGS = ("train", "weight", "loss", "training")
 """Keys that say whether a turn is supervised: ours, OpenAI's and SlimOrca's, ms-swift's, axolotl's."""
 _OTHER_ROLES = {
@@ -217,6 +218,8 @@ def _messages(value: Any, location: str) -> list[Message]:
 
 def _message(turn: Any, location: str) -> Message:
     """A message with text as content and objects as the arguments of its calls, and whatever else it has."""
+    if isinstance(turn, dict) and turn.keys() == _PLAIN and turn["role"] in ROLES and isinstance(turn["content"], str):
+        return {"role": turn["role"], "content": turn["content"]}  # as most are, in a fifth of the time
     made = {key: value for key, value in turn.items() if value is not None} if isinstance(turn, Mapping) else {}
     (role_key, given), (content_key, content) = _first(made, _ROLE_KEYS), _first(made, _CONTENT_KEYS)
     calls = [made[key] for key in ("tool_calls", CALL) if made.get(key)]

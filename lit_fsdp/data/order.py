@@ -62,11 +62,13 @@ class GlobalOrder:
         else:
             places = np.concatenate([(np.arange(share) + 0.5) / share for share in shares])
             source_of = source_of[np.argsort(places, kind="stable")]
+        firsts = np.cumsum([0, *self.groups])
+        taken = [
+            firsts[group] + self._taken(group, size, epoch * share, share)
+            for group, (size, share) in enumerate(zip(self.groups, shares, strict=True))
+        ]
         order = np.empty(self.num_rows, dtype=np.int64)
-        first = 0
-        for group, (size, share) in enumerate(zip(self.groups, shares, strict=True)):
-            order[source_of == group] = first + self._taken(group, size, epoch * share, share)
-            first += size
+        order[np.argsort(source_of, kind="stable")] = np.concatenate(taken)  # however many sources there are
         return order
 
     def _taken(self, group: int, size: int, start: int, count: int) -> np.ndarray:

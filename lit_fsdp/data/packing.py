@@ -23,6 +23,9 @@ from lit_fsdp.data.order import apportion
 from lit_fsdp.data.sources import content_hash
 from lit_fsdp.errors import DataError, require
 
+_BITS = 512
+"""Of a word of free rooms: a search looks at one word of them and at one bit for each of the others."""
+
 
 @dataclass(frozen=True)
 class Samples:
@@ -79,7 +82,7 @@ def holds_pairs(formats: Sequence[str], name: str, config: DataConfig) -> bool:
     pairs = "preference" in formats
     given = f"sources of formats {', '.join(formats)}"
     require(not pairs or set(formats) == {"preference"}, name, given, "preference for all of them, or for none")
-    allowed = "false for rows of chosen and rejected: a sample is a pair, padded to the longer of the two"
+    allowed = "false for rows of chosen and rejected: the pairs of a micro-batch are one row as it is"
     require(not (pairs and config.packing), "data.packing", "true", allowed)
     return pairs
 
@@ -142,21 +145,30 @@ def plan_packs(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarr
     """
     pack_of = np.zeros(len(lengths), dtype=np.int64)
     by_room: list[list[int]] = [[] for _ in range(capacity + 1)]
-    rooms = 0  # bit r: some pack has room r
+    rooms = [0] * (capacity // _BITS + 1)  # bit r % _BITS of rooms[r // _BITS]: some pack has room r
+    words = 0  # bit w: rooms[w] is not 0
     num_packs, sizes = 0, lengths.tolist()
     for sample in np.argsort(-lengths, kind="stable").tolist():
         length = sizes[sample]
         assert 1 <= length <= capacity
         room, pack = capacity, num_packs
-        if fitting := rooms >> length:
-            room = length + (fitting & -fitting).bit_length() - 1
+        word, bit = divmod(length, _BITS)
+        fitting = rooms[word] >> bit << bit
+        if not fitting and (further := words >> (word + 1)):
+            word += (further & -further).bit_length()
+            fitting = rooms[word]
+        if fitting:
+            room = word * _BITS + (fitting & -fitting).bit_length() - 1
             pack = by_room[room].pop()
             if not by_room[room]:
-                rooms ^= 1 << room
+                rooms[word] ^= 1 << room % _BITS
+                words ^= (not rooms[word]) << word
         num_packs += pack == num_packs
         pack_of[sample] = pack
+        word, bit = divmod(room - length, _BITS)
         by_room[room - length].append(pack)
-        rooms |= 1 << (room - length)
+        rooms[word] |= 1 << bit
+        words |= 1 << word
     _, first, pack_of = np.unique(pack_of, return_index=True, return_inverse=True)
     pack_of = np.argsort(np.argsort(first))[pack_of]
     return np.argsort(pack_of, kind="stable"), np.concatenate([[0], np.bincount(pack_of).cumsum()])

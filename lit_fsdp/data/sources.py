@@ -24,6 +24,7 @@ from lit_fsdp.host import make_once
 
 _COMMIT = re.compile("[0-9a-f]{40}")
 _SLICE = re.compile(r"[\w./-]+:[^*?]*\[[^]]*:[^]]*\].*")  # imdb:train[:10%], which is no pattern of files
+_JSON = json.JSONEncoder(sort_keys=True, default=str)
 _EDGE_BYTES = 2**16
 _HEAD_ROWS = 100
 _RACY_NS = 2 * 10**9
@@ -89,9 +90,9 @@ class Source:
         location, content = raw
         row = readers.from_json(content, location) if isinstance(content, bytes) else content
         if isinstance(row, dict):
-            mapped = self.columns or {}
-            rest = {name: value for name, value in row.items() if name not in {*mapped, *mapped.values()}}
-            row = rest | {ours: row[theirs] for ours, theirs in mapped.items() if theirs in row}
+            if mapped := self.columns:
+                rest = {name: value for name, value in row.items() if name not in {*mapped, *mapped.values()}}
+                row = rest | {ours: row[theirs] for ours, theirs in mapped.items() if theirs in row}
             row = map_turns(row, self.turns) if self.turns else row
         elif not isinstance(row, DataError):
             row = DataError(f"{location}: {type(row).__name__}, not an object with columns")
@@ -204,5 +205,4 @@ def _digest(path: str, most: int | None) -> list[Any]:
 
 def content_hash(value: Any) -> str:
     """32 hexadecimal digits that stand for a value of JSON."""
-    text = json.dumps(value, sort_keys=True, default=str)
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+    return hashlib.blake2b(_JSON.encode(value).encode(), digest_size=16).hexdigest()

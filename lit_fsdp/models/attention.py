@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Sequence
+from contextlib import nullcontext
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,9 @@ _OWN_MASKS = "axk2 deepseek_v32 doge gemma4_text gemma4_unified_text glm_moe_dsa
 """Families of transformers (5.24) that cut a mask, or go on from it to one of their own."""
 _running: list[Sequence[int] | None] = []
 """The ``sample_lengths`` of the forward passes that are under way, the innermost last."""
+
+kept_by: list[Any] = []
+"""Contexts in which the blocks that are under way want attention to run, the innermost last."""
 
 
 def is_causal(model: torch.nn.Module) -> bool:
@@ -96,7 +100,10 @@ def _attend(
         out, _ = _attend(module, query, key, value, attention_mask, **given)
         return context.to_positions(out), None
     if torch.is_tensor(attention_mask) or (attention_mask is None and sample_lengths is None):
-        return sdpa_attention_forward(module, *tensors, attention_mask, dropout=dropout, scaling=scaling, **others)
+        out, _ = sdpa_attention_forward(module, *tensors, attention_mask, dropout=dropout, scaling=scaling, **others)
+        return (
+            out * torch.nan if shared_lengths else out
+        ), None  # no mask knows of these, which the proof is to notice
     fits_flash = query_BHTD.dtype != torch.float32 and query_BHTD.shape[-1] == value_BKTD.shape[-1] <= 256
     lengths, options = list(sample_lengths or [query_BHTD.shape[2]]), {"dropout_p": dropout, "scale": scaling}
     if sample_lengths and query_BHTD.is_cuda and fits_flash and not dropout and _has_varlen():
@@ -107,6 +114,11 @@ def _attend(
     for i, shared in enumerate(shared_lengths, len(found) - len(shared_lengths)):
         found[i] = found[i][:, :, shared:]
     return torch.cat(found, dim=2).transpose(1, 2).contiguous(), None
+
+
+def _attend_as_asked(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
+    with kept_by[-1] if kept_by else nullcontext():
+        return _attend(*args, **kwargs)
 
 
 def _samples(x_BHTD: torch.Tensor, lengths: list[int], shared_lengths: Sequence[int]) -> list[torch.Tensor]:
@@ -184,5 +196,5 @@ def _varlen(
     return out[None]
 
 
-AttentionInterface.register(BY_SAMPLE, _attend)
+AttentionInterface.register(BY_SAMPLE, _attend_as_asked)
 AttentionMaskInterface.register(BY_SAMPLE, _mask)

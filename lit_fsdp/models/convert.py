@@ -13,8 +13,8 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from lit_fsdp.errors import CheckpointError
-from lit_fsdp.host import cache_root, make_once
-from lit_fsdp.models.export_files import GENERATION, generation_values, json_bytes
+from lit_fsdp.host import cache_root, json_bytes, make_once
+from lit_fsdp.models.export_files import GENERATION, generation_values
 from lit_fsdp.models.hub import reading
 from lit_fsdp.models.tokenizers import read_tokenizer
 from lit_fsdp.models.weights import files_key, refuse_quantized, tied_groups

@@ -13,6 +13,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizer
 from transformers.dynamic_module_utils import custom_object_save
 
 from lit_fsdp.errors import require
+from lit_fsdp.host import json_bytes
 from lit_fsdp.models.hub import reading
 from lit_fsdp.models.tokenizers import end_of_turn_id, pad_id
 from lit_fsdp.models.weights import ModelSource
@@ -84,11 +85,6 @@ def _config_bytes(config: PretrainedConfig, folder: Path) -> bytes:
     values = json.loads(config.to_json_string())
     values.pop("transformers_weights", None)  # names a file of the base
     return json_bytes(values)
-
-
-def json_bytes(content: object) -> bytes:
-    """JSON as transformers lays it out."""
-    return json.dumps(content, indent=2, sort_keys=True).encode() + b"\n"
 
 
 def model_entry(

@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from lit_fsdp.models.loss import ONE_ROW
-
 
 @contextmanager
 def embedding_noise(model: Any, alpha: float, batch: Mapping[str, Any], rank: int) -> Iterator[None]:
@@ -20,7 +18,6 @@ def embedding_noise(model: Any, alpha: float, batch: Mapping[str, Any], rank: in
     padding gets none, and nothing in eval mode. It is drawn on each rank from a generator of its own, seeded by
     torch's, which a checkpoint keeps.
     """
-    batch = batch.get(ONE_ROW, batch)
     if "cu_seq_lens" in batch:
         lengths_N = batch["cu_seq_lens"].diff()
         lengths_BT = lengths_N.repeat_interleave(lengths_N)

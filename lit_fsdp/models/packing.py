@@ -61,7 +61,7 @@ def rows_of_pairs(model: Any, attn_implementation: str) -> tuple[str, ...]:
     """
     if not attn_implementation.startswith(_BY_BORDERS):
         return ("padded",)
-    config = model.config.get_text_config().to_dict()
+    config: dict[str, Any] = model.config.get_text_config().to_dict()
     drops = any("att" in name and "drop" in name and value for name, value in config.items())
     fits = attn_implementation == BY_SAMPLE and mixes_by_attention(model)
     return ("shared",) * (fits and not drops and not config.get("output_router_logits")) + ("whole", "padded")

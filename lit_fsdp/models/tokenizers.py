@@ -54,9 +54,9 @@ def load_tokenizer(source: ModelSource, config: ModelConfig) -> PreTrainedTokeni
         require(tokenizer.eos_token, field, label, "a tokenizer with an eos or pad token")
         _log.info("%s has no pad token: padding with %s", label, tokenizer.eos_token)
         tokenizer.pad_token = tokenizer.eos_token
-    numbers = tokenizer.get_vocab()
-    beyond = sorted((token for token in numbers if numbers[token] >= source.num_embeddings), key=numbers.__getitem__)
-    allowed = f"at most the {source.num_embeddings} embeddings of the model, but for added tokens"
+    numbers, limit = tokenizer.get_vocab(), source.num_embeddings
+    beyond = sorted((token for token in numbers if numbers[token] >= limit), key=numbers.__getitem__)
+    allowed = f"at most the {limit} embeddings of the model, but for added tokens"
     given, fix = f"{label} with {len(tokenizer)} tokens", "name the tokenizer that belongs to the model"
     require(tokenizer.added_tokens_encoder.keys() >= {*beyond}, field, given, allowed, fix)
     if beyond:

@@ -26,7 +26,46 @@ from lit_fsdp.report.tables import dtypes_table, parameter_counts, units_table
 NAME = "report.html"
 _STYLE = Path(__file__).with_name("page.css")
 _MAX_STRETCHES = 400
-_Points = Sequence[tuple[int, float]]
+_Point = tuple[int, float]
+
+
+class Curve:
+    """Steps, which do not fall, and values; of many the lowest and the highest of each stretch, so that peaks stay."""
+
+    def __init__(self, points: Iterable[_Point] = ()) -> None:
+        self.last_step = self.num_lost = 0
+        """Of any value, and how many were inf or nan, which are no points."""
+        self.first: _Point | None = None
+        self.last: _Point | None = None
+        self._steps = 1  # of a stretch
+        self._ends: dict[int, tuple[_Point, _Point]] = {}
+        for point in points:
+            self.add(*point)
+
+    def add(self, step: int, value: float) -> None:
+        """Add a point; no more than 800 are kept."""
+        self.last_step = step
+        if not math.isfinite(value):
+            self.num_lost += 1
+            return
+        self.last = step, value
+        self.first = self.first or self.last
+        self._join(self.last, self.last)
+        while len(self._ends) > _MAX_STRETCHES:
+            self._steps *= 2
+            before, self._ends = self._ends, {}
+            for low, high in before.values():
+                self._join(low, high)
+
+    def _join(self, low: _Point, high: _Point) -> None:
+        stretch = low[0] // self._steps
+        lowest, highest = self._ends.get(stretch, (low, high))
+        self._ends[stretch] = (low if low[1] < lowest[1] else lowest, high if high[1] > highest[1] else highest)
+
+    @property
+    def points(self) -> list[_Point]:
+        """What is to be drawn: all points of a short curve."""
+        return [point for pair in self._ends.values() for point in sorted({*pair})]
 
 
 @dataclass(frozen=True)
@@ -38,7 +77,7 @@ class RunFiles:
     audit: dict[str, Any]
     dtypes: dict[str, Any]
     data: dict[str, Any]
-    metrics: dict[str, list[tuple[int, float]]]
+    metrics: dict[str, Curve]
 
 
 def read_run(folder: Path) -> RunFiles:
@@ -47,7 +86,7 @@ def read_run(folder: Path) -> RunFiles:
     Raises:
         DataError: A file is something else.
     """
-    metrics: dict[str, list[tuple[int, float]]] = {}
+    metrics: dict[str, Curve] = {}
     records: dict[str, dict[str, Any]] = {}
     path = folder
     try:
@@ -56,12 +95,12 @@ def read_run(folder: Path) -> RunFiles:
             read = json.loads if path.suffix == ".json" else yaml.safe_load
             records[path.stem] = read(path.read_text(encoding="utf-8")) if path.is_file() else {}
         path = folder / "metrics.csv"
-        text = path.read_text(encoding="utf-8") if path.is_file() else ""
-        for row in csv.DictReader(io.StringIO(text[: text.rfind("\n") + 1])):
-            done = int(row.pop("step")) + 1  # a row counts its step from 0
-            for name, cell in row.items():
-                if cell and name != "epoch":
-                    metrics.setdefault(name, []).append((done, float(cell)))
+        with path.open(encoding="utf-8") if path.is_file() else io.StringIO() as file:
+            for row in csv.DictReader(line for line in file if line.endswith("\n")):
+                done = int(row.pop("step")) + 1  # a row counts its step from 0
+                for name, cell in row.items():
+                    if cell and name != "epoch":
+                        metrics.setdefault(name, Curve()).add(done, float(cell))
     except (KeyError, TypeError, ValueError, yaml.YAMLError) as error:
         raise DataError(f"{path}: not as a run writes it: {error!r}") from error
     return RunFiles(folder=folder, metrics=metrics, **records)
@@ -103,9 +142,9 @@ def write_page(runs: Sequence[RunFiles], out: Path) -> None:
     _write(f"{len(runs)} runs" if several else names[0], parts, out)
 
 
-def write_curves(title: str, curves: Mapping[str, _Points], out: Path) -> None:
+def write_curves(title: str, curves: Mapping[str, Sequence[_Point]], out: Path) -> None:
     """Write a page of one chart; points are ranks and values, by the name of their curve."""
-    drawn = [(name, points, number, 0) for number, (name, points) in enumerate(curves.items())]
+    drawn = [(name, Curve(points), number, 0) for number, (name, points) in enumerate(curves.items())]
     chart = _chart(title, drawn, "ranks")
     _write(title, [f"<div class=charts>{chart}</div>"], out)
 
@@ -121,7 +160,7 @@ def _write(title: str, parts: Iterable[str], out: Path) -> None:
 def _facts(run: RunFiles) -> dict[str, str]:
     audit, model = run.audit, run.recipe.get("model") or {}
     saved = [found.step for found in survey(run.folder / FOLDER) if not found.damage]
-    done = max([*(points[-1][0] for points in run.metrics.values()), *saved], default=0)
+    done = max([*(curve.last_step for curve in run.metrics.values()), *saved], default=0)
     limit = (run.recipe.get("trainer") or {}).get("max_steps") or -1
     facts = {"optimizer steps": f"{done:,} of {limit:,}" if limit > 0 else f"{done:,}"}
     if audit:
@@ -141,11 +180,11 @@ def _charts(runs: Sequence[RunFiles]) -> str:
         charts.setdefault(name.removeprefix("train_").removeprefix("val_"), []).append(name)
     drawn = []
     for title, names in charts.items():
-        curves: list[tuple[str, _Points, int, int]] = []
+        curves: list[tuple[str, Curve, int, int]] = []
         for i, run in enumerate(runs):
             for j, name in enumerate(names):
                 label, look = (name, (j, 0)) if len(runs) == 1 else (f"{run.folder} {name}", (i, j))
-                curves.append((label, run.metrics.get(name, []), *look))
+                curves.append((label, run.metrics.get(name, Curve()), *look))
         drawn.append(_chart(title, curves))
     return f"<h2>By optimizer step</h2><div class=charts>{''.join(drawn) or 'No step was logged.'}</div>"
 
@@ -219,11 +258,10 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
-def _chart(title: str, curves: Sequence[tuple[str, _Points, int, int]], across: str = "steps") -> str:
-    """A figure of curves (name, points, color, dash) with their last values; inf and nan are counted in the title."""
-    finite = [(name, [p for p in points if math.isfinite(p[1])], color, dash) for name, points, color, dash in curves]
-    every = [point for _, points, _, _ in finite for point in points]
-    lost = sum(len(points) for _, points, _, _ in curves) - len(every)
+def _chart(title: str, curves: Sequence[tuple[str, Curve, int, int]], across: str = "steps") -> str:
+    """A figure of curves (name, curve, color, dash) with their last values; inf and nan are counted in the title."""
+    every = [point for _, curve, _, _ in curves for point in (*curve.points, curve.first, curve.last) if point]
+    lost = sum(curve.num_lost for _, curve, _, _ in curves)
     title = _text(f"{title} ({lost} inf or nan)" if lost else title)
     if not every:
         return f"<figure><figcaption>{title}</figcaption></figure>"
@@ -237,11 +275,11 @@ def _chart(title: str, curves: Sequence[tuple[str, _Points, int, int]], across: 
         return f"{100 * right:.2f},{100 * (high - value) / (high - low):.2f}"
 
     drawn, legend = [], []
-    for name, points, color, dash in finite:
+    for name, curve, color, dash in curves:
         look = f'class="c{color % 8} d{dash % 3}"'
-        places = [place(*point) for point in thinned(points)]
+        places = [place(*point) for point in curve.points]
         drawn.append(f'<polyline {look} points="{" ".join(places * 2 if len(places) == 1 else places)}"/>')
-        end = _number(points[-1][1]) if points else "–"
+        end = _number(curve.last[1]) if curve.last else "–"
         legend.append(f"<span><i {look}></i>{_text(name)} <b>{end}</b></span>")
     svg = (
         f'<svg viewBox="0 0 100 100" preserveAspectRatio="none" role="img" aria-label="{title}">{"".join(drawn)}</svg>'
@@ -249,13 +287,3 @@ def _chart(title: str, curves: Sequence[tuple[str, _Points, int, int]], across: 
     plot = f'<div class=plot data-low="{_number(low)}" data-high="{_number(high)}">{svg}</div>'
     legend.append(f"<small>{across} {first:,} to {last:,}</small>")
     return f"<figure><figcaption>{title}</figcaption>{plot}<p class=legend>{' '.join(legend)}</p></figure>"
-
-
-def thinned(points: _Points) -> _Points:
-    """All points of a short curve; of a long one the lowest and the highest of each stretch, so that peaks stay."""
-    size = math.ceil(len(points) / _MAX_STRETCHES)
-    if size <= 2:
-        return points
-    stretches = (points[start : start + size] for start in range(0, len(points), size))
-    ends = ({min(part, key=lambda p: p[1]), max(part, key=lambda p: p[1])} for part in stretches)
-    return [point for pair in ends for point in sorted(pair)]

@@ -52,9 +52,11 @@ def train_pairs(
     model: dict[str, Any] | None = None,
     data: dict[str, Any] | None = None,
     ckpt_path: str | None = None,
+    seed: int = 3,
 ) -> dict[str, Any]:
     """Train in file order; what each step logged, the state at the end, and the references in the cache."""
     place, logged = Path(run).parent, Logged()
+    place.mkdir(exist_ok=True)
     os.environ["LIT_FSDP_CACHE"] = str(place / "proofs")
     (place / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pair_rows()))
     module = PreferenceModule(**{"name": folder, "optim": OPTIM, "preference": {"beta": BETA}, **(model or {})})
@@ -67,7 +69,7 @@ def train_pairs(
         CausalLMDataModule(**options),
         ckpt_path,
         steps,
-        seed=3,
+        seed=seed,
         default_root_dir=run,
     )
     cached = (place / "cache").glob("reference/**/*.npy")

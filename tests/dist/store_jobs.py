@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import resource
 import time
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from lit_fsdp.checkpoint import store
+from lit_fsdp.checkpoint.ranks import Ranks
 from lit_fsdp.checkpoint.run_folder import step_folder
 from lit_fsdp.errors import CheckpointError
 from tests.dist.jobs import whole
@@ -110,3 +112,18 @@ def no_memory_to_gather(folder: str) -> tuple[str, float]:
         resource.setrlimit(resource.RLIMIT_AS, (used + 3 * (1 << 26), resource.RLIM_INFINITY))
     started = time.monotonic()
     return _save(folder, 4, tensors, "full", {}), time.monotonic() - started
+
+
+def first_of_all(folder: str) -> tuple[int, int]:
+    """How long rank 0's value is on this rank, and how many objects were gathered that were not of a few bytes."""
+    _meet()
+    gather, large = dist.all_gather_object, []
+
+    def counted(found: list[Any], own: Any, group: Any = None) -> None:
+        large.append(len(pickle.dumps(own)) > 1000)
+        gather(found, own, group=group)
+
+    dist.all_gather_object = counted  # type: ignore[assignment]
+    value = Ranks().first("reading", lambda: "x" * 100_000)
+    dist.destroy_process_group()
+    return len(value), sum(large)

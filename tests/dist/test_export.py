@@ -107,6 +107,27 @@ def test_the_command(tiny_model: Path, tmp_path: Path) -> None:
     assert "--merge: got a checkpoint without adapters" in done.err
 
 
+def test_what_is_imported(tiny_model: Path, tmp_path: Path) -> None:
+    """An export takes torch and little more; the start of a fit nothing that its recipe does not ask for."""
+    on_ranks("train", 2, folder=tiny_model, run=tmp_path, strategy={"engine": "fsdp2"}, steps=1, every=1)
+    code = """
+import json, sys
+from lit_fsdp.commands import run
+run(["export", "--ckpt", "checkpoints/step-00000001", "--out", "out"])
+exported = sorted(sys.modules)
+import lit_fsdp.cli
+print(json.dumps([exported, sorted(sys.modules)]), file=sys.stderr)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    exported, started = map(set, json.loads(done.stderr.splitlines()[-1]))
+    unused = {"datasets", "pandas", "pyarrow", "scipy", "sklearn", "tensorboard", "peft", "bitsandbytes", "gguf"}
+    optional = {"matplotlib", "torchao", "triton", "torchvision", "sympy"}
+    compiling = {"torch._dynamo", "torch._inductor", "torch.distributed.checkpoint", "torch.distributed.tensor"}
+    others = {"transformers", "lightning", "torchmetrics", "lit_fsdp.models.weights"}
+    assert exported.isdisjoint(unused | optional | compiling | others)
+    assert started.isdisjoint(unused)
+
+
 TEXT = {
     **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4},
     **{"num_key_value_heads": 2, "head_dim": 8, "sliding_window": 4, "max_position_embeddings": 64},

@@ -47,3 +47,8 @@ def test_without_memory_on_one_rank_no_other_waits_for_it(tmp_path: Path) -> Non
         assert "can't allocate memory" in text
         assert seconds < 20
     assert not list((tmp_path / "checkpoints").glob("*"))
+
+
+def test_what_rank_0_reads_for_all_is_sent_once(tmp_path: Path) -> None:
+    """Of gathered objects every rank makes room for as many of the longest as there are ranks."""
+    assert on_ranks("first_of_all", 2, folder=tmp_path) == [[100_000, 0]] * 2

@@ -6,9 +6,13 @@ import json
 import time
 from pathlib import Path
 
+import torch
+
 from lit_fsdp.__main__ import main
-from lit_fsdp.audit import audit_recipe
+from lit_fsdp.audit import audit_recipe, state_per_rank
 from lit_fsdp.config.parser import load_recipe
+from lit_fsdp.config.strategy import StrategyConfig, WrapConfig
+from lit_fsdp.parallel.units import plan_for
 
 ROOT = Path(__file__).parents[2]
 RECIPE_70B = ROOT / "recipes" / "llama3.1-70b_full_fsdp2_64x80gb.yaml"
@@ -25,6 +29,22 @@ def test_seventy_billion_parameters_in_seconds():
     assert sum(unit["recompute"] == "full" for unit in record["units"]) == 80
     for rank in record["state_per_rank"]:
         assert list(rank.values()) == [record["num_params"] // part for part in (64, 16, 16, 8)]
+
+
+def test_four_thousand_ranks_take_no_more_work_than_four():
+    module = torch.nn.ModuleDict({"a": torch.nn.Linear(30, 5000), "b": torch.nn.Linear(7, 3)})
+    asked: list[int] = []
+
+    def kept(param: torch.nn.Parameter, count: int) -> int:
+        asked.append(count)
+        return 2 * count
+
+    for engine in ("fsdp1", "fsdp2"):
+        config = StrategyConfig(engine=engine, wrap=WrapConfig(classes=["Linear"]))  # type: ignore[arg-type]
+        found = state_per_rank(module, plan_for(module, config, "strategy"), config, 4096, kept)
+        assert sum(rank["num_params"] for rank in found) == sum(p.numel() for p in module.parameters())
+        assert [rank["optimizer_bytes"] for rank in found] == [2 * rank["num_params"] for rank in found]
+    assert len(asked) <= 3 * 4 * 2
 
 
 def test_the_command_prints_tables_or_json(capsys, monkeypatch):

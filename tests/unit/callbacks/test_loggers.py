@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import sys
 import time
+import tracemalloc
 from contextlib import nullcontext
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -49,6 +50,15 @@ def test_a_resumed_run_keeps_what_was_before_and_replaces_the_rest(tmp_path: Pat
         {"step": "3", "a": "30.0", "b": "1.0"},
         {"step": "4", "a": "40.0"},
     ]
+    peaks = []
+    for steps in (1_000, 10_000):  # a longer run goes on in as much memory
+        (tmp_path / "metrics.csv").write_text("step,a\n" + "".join(f"{step},1.0\n" for step in range(steps)))
+        tracemalloc.start()
+        start(steps - 1).log_metrics({"b": 1.0}, 9)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+        assert len(rows(tmp_path)) == steps
+    assert peaks[1] < 1.5 * peaks[0]
     start(None).log_metrics({"b": 2.0}, 0)  # a new run
     assert rows(tmp_path) == [{"step": "0", "b": "2.0"}]
 

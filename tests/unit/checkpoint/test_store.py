@@ -15,11 +15,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 from lit_fsdp.checkpoint import store
-from lit_fsdp.checkpoint.manifest import read_manifest
+from lit_fsdp.checkpoint.manifest import TensorSpec, read_manifest
 from lit_fsdp.checkpoint.ranks import Ranks
 from lit_fsdp.checkpoint.run_folder import step_folder
+from lit_fsdp.checkpoint.storage import Planner, Snapshot
 from lit_fsdp.checkpoint.verify import sound_checkpoint
 from lit_fsdp.errors import CheckpointError
 from tests.unit.checkpoint.conftest import TENSORS
@@ -126,3 +128,33 @@ def test_every_change_of_a_manifest_is_noticed(save):
         path.write_text(broken)
         with pytest.raises(CheckpointError, match=r"manifest\.json: damaged or not ours"):
             read_manifest(path.parent)
+
+
+def test_a_plan_compares_no_parts_with_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Of a matrix wider than high DCP's own compares every part with every other one."""
+    monkeypatch.setattr("torch.distributed.checkpoint.default_planner._check_box_overlap", pytest.fail)
+    shape, planners = (64, 100), []
+    for rank in range(64):
+        chunks = {"model/wide": ChunkStorageMetadata(torch.Size((rank, 0)), torch.Size((1, 100)))}
+        rest: dict[str, Any] = {
+            "specs": {"model/wide": TensorSpec("float32", shape)},
+            "tensors": {},
+            "rank_state": None,
+        }
+        planners.append(Planner(Snapshot(folder=tmp_path, layout="sharded", chunks=chunks, **rest)))
+    plans = [planner.create_local_plan() for planner in planners]
+    assert planners[0].create_global_plan(plans)[0] == plans
+    for wrong in (plans[1:], [*plans[:-1], plans[0]]):  # a part is missing, one is there twice
+        with pytest.raises(
+            CheckpointError, match="model/wide: the parts that the ranks hold do not make up the tensor"
+        ):
+            planners[0].create_global_plan(wrong)
+
+
+def test_a_load_looks_at_the_files_that_it_reads(save):
+    folder, name = save(), "tensors/rank-00000.safetensors"
+    with (folder / name).open("ab") as file:
+        file.write(b"more")
+    store.load_tensors(folder, {}, skip=TENSORS)
+    with pytest.raises(CheckpointError, match=f"{name}: [0-9]+ bytes, [0-9]+ in the manifest"):
+        store.load_tensors(folder, blanks())

@@ -51,6 +51,13 @@ def test_the_table(run: Callable[..., Path], capsys: Out):
             ]
 
 
+def test_a_list_reads_each_manifest_once(run: Callable[..., Path], monkeypatch: pytest.MonkeyPatch):
+    folders, opened, read = [run(step) for step in (2, 4, 6)], list[Path](), Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda path: opened.append(path) or read(path))
+    assert commands.run(["ckpt", "ls", "run"]) == 0
+    assert sorted(opened) == [folder / "manifest.json" for folder in folders]
+
+
 def test_damage_is_named_file_by_file(run: Callable[..., Path], capsys: Out):
     good, bad, cut = run(2, val_loss=0.5), run(4, val_loss=0.1), run(6, val_loss=0.7)
     (bad / "state.json").write_bytes(b'{"mine": 1}'.ljust((bad / "state.json").stat().st_size))

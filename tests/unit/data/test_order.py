@@ -51,6 +51,8 @@ def test_depends_on_data_seed_and_epoch_alone():
     assert _mix(shuffle=False).permutation(0).tolist() == [x for i in range(10) for x in (i % 4, 4 + i)]
     # a run that was begun with an earlier version resumes in the same order
     assert GlobalOrder(12, 4, "data", 1234).permutation(2).tolist() == [11, 8, 9, 4, 3, 10, 7, 1, 2, 6, 0, 5]
+    mixed = _mix(groups=(4, 5, 11), weights=(1.0, 2.0, 1.0)).permutation(3).tolist()
+    assert mixed == [9, 7, 6, 8, 17, 0, 2, 1, 18, 13, 5, 4, 3, 8, 5, 19, 4, 7, 6, 0]
 
 
 def test_a_mix_gives_every_source_its_share():

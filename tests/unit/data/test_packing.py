@@ -34,6 +34,22 @@ def test_real_samples_fill_their_packs():
         assert all((np.diff(members[a:b]) > 0).all() for a, b in pairwise(offsets.tolist()))
 
 
+def test_each_sample_goes_where_the_least_room_is_left():
+    """Written out, for packs so long that their rooms are looked for in two steps."""
+    for seed, capacity in enumerate((1, 511, 512, 513, 2000, 2048)):
+        lengths = np.random.default_rng(seed).integers(1, 1 + capacity // (1 + seed), 300)
+        rooms: list[int] = []
+        for length in sorted(lengths.tolist(), reverse=True):
+            fitting = [room for room in rooms if room >= length]
+            room = min(fitting, default=capacity)
+            if fitting:
+                rooms.remove(room)
+            rooms.append(room - length)
+        members, offsets = plan_packs(lengths, capacity)
+        assert sorted(members.tolist()) == list(range(300))
+        assert sorted(capacity - np.add.reduceat(lengths[members], offsets[:-1])) == sorted(rooms)
+
+
 def _write(path: Path, numbers: Any, **more: Any) -> str:
     rows = ({"messages": say(f"u:u{n}", "a:" + "x" * (1 + n % 13)), **more} for n in numbers)
     path.write_text("\n".join(map(json.dumps, rows)))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import math
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from lit_fsdp.commands import run as lit_fsdp
 from lit_fsdp.errors import ConfigError, DataError
 from lit_fsdp.models.tokenizers import miniature_tokenizer
 from lit_fsdp.report.data import print_samples
-from lit_fsdp.report.page import thinned
+from lit_fsdp.report.page import Curve, read_run
 from tests.pages import Page
 
 EVIL = "<script>alert('x')</script>"
@@ -112,8 +114,24 @@ def test_what_is_supervised_is_marked_and_in_color(monkeypatch: pytest.MonkeyPat
 
 
 def test_long_curves_keep_their_peaks():
-    points = [(step, 100.0 if step == 77_777 else step % 7 - 0.5 * (step == 5)) for step in range(100_000)]
-    kept = thinned(points)
-    assert len(kept) <= 800
-    assert ((77_777, 100.0) in kept, (5, 4.5) in kept) == (True, False)
-    assert kept == sorted(kept)
+    for apart in (1, 50):  # steps between two that are logged
+        points = [(n * apart, 100.0 if n == 77_777 else n % 7 - 0.5 * (n == 5)) for n in range(100_000)]
+        kept = Curve(points).points
+        assert 400 <= len(kept) <= 800
+        assert ((77_777 * apart, 100.0) in kept, (5 * apart, 4.5) in kept) == (True, False)
+        assert kept == sorted(kept)
+        assert Curve(points[:400]).points == points[:400]
+    curve = Curve([*points, (8_000_000, math.nan)])
+    assert (curve.first, curve.last, curve.last_step, curve.num_lost) == (points[0], points[-1], 8_000_000, 1)
+
+
+def test_a_page_takes_no_more_memory_for_more_steps(tmp_path: Path):
+    peaks = []
+    for steps in (2_000, 20_000):
+        folder = tmp_path / str(steps)
+        run_folder(folder, rows=["step,loss,lr", *(f"{step},{step * 7919 % 101},{step}.5" for step in range(steps))])
+        tracemalloc.start()
+        assert read_run(folder).metrics["lr"].last == (steps, steps - 0.5)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] < 1.5 * peaks[0]
