@@ -13,7 +13,6 @@ Sources: arXiv:2309.14509 (Ulysses); arXiv:2407.21783, 3.3.2 (gathered keys and 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,22 +29,21 @@ _BY_ATTENTION = {"full_attention", "sliding_attention"}  # of a configuration's 
 _all_gather = getattr(collectives, "all_gather_single_autograd", None) or collectives.all_gather_tensor_autograd
 
 
-@dataclass(frozen=True, eq=False)
 class ContextGroup:
-    """The ranks that compute the positions of the same rows, and how their attention meets."""
+    """The ranks that compute the positions of the same rows, and how their attention meets.
 
-    group: dist.ProcessGroup
-    method: str
+    Not a dataclass: Lightning copies those, with the group, where it moves a batch.
 
-    @property
-    def degree(self) -> int:
-        """Ranks of the group."""
-        return dist.get_world_size(self.group)
+    Attributes:
+        group: Their process group.
+        method: ``ulysses`` or ``all_gather``.
+        degree: Their number.
+        rank: This rank's place among them.
+    """
 
-    @property
-    def rank(self) -> int:
-        """This rank's place in it."""
-        return dist.get_rank(self.group)
+    def __init__(self, group: dist.ProcessGroup, method: str) -> None:
+        self.group, self.method = group, method
+        self.degree, self.rank = dist.get_world_size(group), dist.get_rank(group)
 
     def parts(self, num_tokens: int) -> list[list[tuple[int, int]]]:
         """The positions of each rank, as ranges that ascend; ``num_tokens`` is a multiple of what :meth:`cut` makes."""

@@ -7,6 +7,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch import LightningModule
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
@@ -53,6 +54,8 @@ class OwnModule(LightningModule):
             inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
             targets = F.pad(batch["labels"][:, 1:], (0, 1), value=-100)
         else:
+            moved = move_data_to_device(context.cut(batch), self.device)
+            assert moved[ONE_ROW]["context"] is context  # Lightning copies what it takes for data
             inputs = context.inputs(batch)
             targets = inputs.pop("targets")
         num_targets = (targets != -100).sum()
