@@ -15,6 +15,7 @@ from tests.spec.running import FACTORY, checkpoint, fit, logged, run
 
 WAYS = {  # ranks, flags
     "fsdp1": (2, (f"{FACTORY}.engine", "fsdp1")),
+    "two ranks share rows": (2, (f"{FACTORY}.context_parallel", "2")),
     "one process": (1, (f"{FACTORY}.engine", "single", "--trainer.devices", "1")),
 }
 
