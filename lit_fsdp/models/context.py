@@ -76,7 +76,7 @@ class ContextGroup:
         own = self.parts(num + more)[self.rank]
         for name in ("input_ids", "position_ids", "taken"):
             row[name] = torch.cat([row[name][..., start:end] for start, end in own], dim=-1)
-        row |= {"context": self, "own": own}
+        row |= {"context": self, "own": own, "num_tokens": num}
         found = {**batch, ONE_ROW: row}
         if "counts" in batch:
             tokens, samples, _, squared_tokens = batch["counts"]
@@ -96,7 +96,7 @@ class ContextGroup:
         from lit_fsdp.models.packing import model_inputs
 
         row = model_inputs(self.cut(batch), BY_SAMPLE)[ONE_ROW]
-        taken_N = row.pop("taken")
+        taken_N, _ = row.pop("taken"), row.pop("num_tokens")
         return {**row, "targets": next_targets(batch).flatten()[taken_N].unsqueeze(0)}
 
     def gathered(self, x: torch.Tensor, dim: int) -> torch.Tensor:
@@ -158,6 +158,7 @@ def context_method(model: Any, config: ContextConfig, path: str) -> str:
         ConfigError: The model mixes positions elsewhere, or the degree does not divide its heads.
     """
     from lit_fsdp.models.attention import BY_SAMPLE
+    from lit_fsdp.models.loss import balance_of, owner_of_head
 
     kind, backend = model.config.model_type, model.config._attn_implementation
     given, allowed = f"{config.degree} for {kind}", "a model in which attention alone mixes positions, by SDPA"
@@ -166,10 +167,8 @@ def context_method(model: Any, config: ContextConfig, path: str) -> str:
     fix = "drop model.attn_implementation" if backend != BY_SAMPLE else ""
     require(backend == BY_SAMPLE, path, f"{given} with attention {backend}", allowed, fix or "drop context_parallel")
     text = model.config.get_text_config()
-    loss = getattr(text, "output_router_logits", False)
-    require(
-        not loss, path, f"{given}, with a router's loss", "output_router_logits: false, whose loss is of whole rows"
-    )
+    knows = not getattr(text, "output_router_logits", False) or balance_of(owner_of_head(model))
+    require(knows, path, f"{given}, with a router's loss of its own", "output_router_logits: false")
     heads, degree = text.num_attention_heads, config.degree
     if config.method == "ulysses":
         degrees = " | ".join(str(d) for d in range(1, heads + 1) if heads % d == 0)

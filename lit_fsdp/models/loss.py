@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -220,9 +221,11 @@ def token_losses(
     """
     inputs = {name: tensor for name, tensor in batch.items() if name not in ("labels", "padding", NUM_TARGETS)}
     owner: Any = owner_of_head(model)
+    num_tokens = 0
     if ONE_ROW in batch:
         inputs = dict(batch[ONE_ROW])
         targets_BT = targets_BT.flatten()[inputs.pop("taken")].unsqueeze(0)
+        num_tokens = inputs.pop("num_tokens", 0)
     elif "padding" in batch and _needs_mask(owner):
         inputs["attention_mask"] = batch["padding"]
     positions_N = target_positions(targets_BT, batch.get(NUM_TARGETS))  # type: ignore[arg-type]  # the one number
@@ -230,7 +233,7 @@ def token_losses(
     if plan.backend == "plain":
         out = model(**inputs)
         _, nll_N, correct_N = _scores(_wide(out.logits.flatten(0, 1)[positions_N]), targets_N)
-        return nll_N, nll_N.detach(), correct_N, _router_loss(model, out)
+        return nll_N, nll_N.detach(), correct_N, _router_loss(model, out, context_of(batch), num_tokens)
     head = _head_of(owner)
     own_forward = head.forward
     found: list[Sequence[torch.Tensor]] = []
@@ -255,7 +258,7 @@ def token_losses(
     if len(found) != 1:
         raise RuntimeError(f"{type(model).__name__} called its head {len(found)} times instead of once")
     loss, nll_N, correct_N = found[0]
-    return loss.flatten(), nll_N, correct_N, _router_loss(model, out)
+    return loss.flatten(), nll_N, correct_N, _router_loss(model, out, context_of(batch), num_tokens)
 
 
 def _needs_mask(owner: Any) -> bool:
@@ -272,19 +275,33 @@ def _trained(head: nn.Module) -> list[torch.Tensor]:
     return list({id(tensor): tensor for tensor in tensors}.values())
 
 
-def _router_loss(model: nn.Module, out: Any) -> torch.Tensor | None:
+def _router_loss(
+    model: nn.Module, out: Any, context: ContextGroup | None = None, num_tokens: int = 0
+) -> torch.Tensor | None:
     """What a mixture of experts would add to its mean loss if it were given labels, so that all experts are used.
 
-    Models compute it only where their configuration says ``output_router_logits: true``.
+    Models compute it only where their configuration says ``output_router_logits: true``; it is no sum over the parts of
+    a row, so that it is computed anew from the ``num_tokens`` of all ranks.
     """
     aux, owner = getattr(out, "aux_loss", None), owner_of_head(model)
     if not torch.is_tensor(aux) or owner is None:
         return None
+    if context is not None:
+        whole = tuple(context.gathered(logits, 0)[:num_tokens] for logits in out.router_logits)
+        balance = balance_of(owner)
+        assert balance is not None  # see context_method
+        aux = balance(whole, owner.num_experts, owner.num_experts_per_tok)
     for holder in (owner, owner.config):
         for name in ("router_aux_loss_coef", "aux_loss_coef"):
             if isinstance(factor := getattr(holder, name, None), (int, float)):
                 return aux * factor
     raise ValueError(f"{type(owner).__name__} returns a router loss, but says no factor for it")
+
+
+def balance_of(owner: Any) -> Callable[..., Any] | None:
+    """The function of transformers that makes a router's loss of the logits of all tokens, if this model has it."""
+    found = getattr(sys.modules[type(owner).__module__], "load_balancing_loss_func", None)
+    return found if hasattr(owner, "num_experts") and hasattr(owner, "num_experts_per_tok") else None
 
 
 def chunk_rows(vocab_size: int, width: int) -> int:

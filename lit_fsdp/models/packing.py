@@ -41,7 +41,8 @@ def model_inputs(batch: Mapping[str, Any], attn_implementation: str) -> dict[str
         inputs["padding"] = inputs.pop("attention_mask")
     if ONE_ROW in batch:
         row = batch[ONE_ROW]
-        inputs[ONE_ROW] = {"taken": row["taken"], **model_inputs(row, attn_implementation)}
+        known = {name: row[name] for name in ("taken", "num_tokens") if name in row}
+        inputs[ONE_ROW] = {**known, **model_inputs(row, attn_implementation)}
     if "cu_seq_lens" not in batch or not attn_implementation.startswith(_BY_BORDERS):
         return inputs
     borders, longest = batch["cu_seq_lens"], int(batch["longest"])

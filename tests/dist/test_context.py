@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, MixtralConfig
 
 from lit_fsdp.config.strategy import ContextConfig, StrategyConfig, mesh_shape
 from lit_fsdp.errors import ConfigError
@@ -17,6 +17,7 @@ from lit_fsdp.models.context import context_method
 from lit_fsdp.models.miniature import shrink
 from lit_fsdp.models.tokenizers import miniature_tokenizer
 from tests.dist.forks import RankError, on_ranks
+from tests.dist.reference import TINY, save_tiny
 
 ROWS = {"global_batch_size": 12, "max_seq_length": 160}
 
@@ -143,3 +144,17 @@ def test_what_does_not_fit_is_refused_before_a_process_starts(tiny_model: Path, 
         context_method(model, ContextConfig(degree=3, method="ulysses"), "context_parallel")
     assert context_method(model, ContextConfig(degree=3), "context_parallel") == "all_gather"
     assert context_method(model, ContextConfig(degree=2), "context_parallel") == "ulysses"
+
+
+def test_a_routers_loss_is_of_the_whole_row(tmp_path: Path) -> None:
+    names = "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads vocab_size"
+    sizes = {name: getattr(TINY, name) for name in names.split()}
+    folder = save_tiny(tmp_path / "mixture", MixtralConfig(**sizes, num_local_experts=4, output_router_logits=True))
+    data = {"packing": True}
+    wanted = _run(folder, tmp_path / "one", 1, data=data)
+    before = torch.load(tmp_path / "one.pt")
+    for method in ("ulysses", "all_gather"):
+        found = _run(folder, tmp_path / method, 2, {"degree": 2, "method": method}, data=data)
+        assert found["losses"] == pytest.approx(wanted["losses"], rel=1e-6)
+        gradients = torch.load(tmp_path / f"{method}.pt")
+        assert (gradients - before).norm() / before.norm() <= 1e-6
