@@ -221,7 +221,7 @@ def token_losses(
     """
     inputs = {name: tensor for name, tensor in batch.items() if name not in ("labels", "padding", NUM_TARGETS)}
     owner: Any = owner_of_head(model)
-    num_tokens = 0
+    num_tokens: Any = 0
     if ONE_ROW in batch:
         inputs = dict(batch[ONE_ROW])
         targets_BT = targets_BT.flatten()[inputs.pop("taken")].unsqueeze(0)
