@@ -39,13 +39,13 @@ from lit_fsdp.models.build import (
     check_attention,
     kept_with_adapters,
 )
-from lit_fsdp.models.context import ContextGroup
 from lit_fsdp.models.export_files import model_entry, model_files
 from lit_fsdp.models.generate import generate_ids
 from lit_fsdp.models.lora import LoraWeights
 from lit_fsdp.models.loss import (
     IGNORED,
     NUM_TARGETS,
+    ONE_ROW,
     LossPlan,
     TokenLoss,
     causal_lm_forward,
@@ -58,6 +58,7 @@ from lit_fsdp.models.loss import (
 from lit_fsdp.models.neftune import embedding_noise
 from lit_fsdp.models.optimizers import MuonWithAdamW, ShardAdamW, hidden_matrices, optimizer_class
 from lit_fsdp.models.packing import last_hidden_states, model_inputs
+from lit_fsdp.models.parts import RowParts
 from lit_fsdp.models.resolve import resolve_model
 from lit_fsdp.models.tokenizers import load_tokenizer
 from lit_fsdp.models.weights import ModelSource, Weights, open_weights
@@ -294,7 +295,7 @@ class CausalLMModule(LightningModule):
         return self.context.cut(batch)
 
     @property
-    def context(self) -> ContextGroup | None:
+    def context(self) -> RowParts | None:
         """The ranks that get the same rows and compute a part of their positions each."""
         return getattr(self.trainer.strategy, "context", None) if self._trainer else None
 
@@ -368,7 +369,11 @@ class CausalLMModule(LightningModule):
         With ``whole`` every rank of a context group computes all of it.
         """
         assert self.model is not None
-        return last_hidden_states(self.model, batch, self.attn_implementation, None if whole else self.context)
+        if whole or self.context is None:
+            return last_hidden_states(self.model, batch, self.attn_implementation)
+        part_1ND = last_hidden_states(self.model, self.context.cut(batch)[ONE_ROW], self.attn_implementation)
+        shape = batch["input_ids"].shape
+        return self.context.gathered(part_1ND, 1)[:, : shape.numel()].reshape(*shape, -1)
 
     def answers(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[list[int]]:
         """Token ids of the most likely answer to each prompt; every rank calls the model as often as the others."""

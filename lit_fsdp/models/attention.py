@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Sequence
 from contextlib import nullcontext
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.nn import functional as F
@@ -18,8 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-if TYPE_CHECKING:
-    from lit_fsdp.models.context import ContextGroup
+from lit_fsdp.models.context import ContextGroup
 
 BY_SAMPLE = "sdpa_by_sample"
 """The name under which transformers' models find it, as :func:`by_sample` gives it to them."""

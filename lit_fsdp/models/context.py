@@ -12,17 +12,13 @@ Sources: arXiv:2309.14509 (Ulysses); arXiv:2407.21783, 3.3.2 (gathered keys and 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import _functional_collectives as collectives
-from torch.nn import functional as F
-
-from lit_fsdp.config.strategy import ContextConfig
-from lit_fsdp.errors import require
 
 _BY_ATTENTION = {"full_attention", "sliding_attention"}  # of a configuration's layer_types
 # torch < 2.15 has the second name only: delete when that is the minimum
@@ -45,59 +41,19 @@ class ContextGroup:
         self.group, self.method = group, method
         self.degree, self.rank = dist.get_world_size(group), dist.get_rank(group)
 
+    @property
+    def unit(self) -> int:
+        """What the tokens of a row have to be a multiple of."""
+        return self.degree * (1 if self.method == "ulysses" else 2)
+
     def parts(self, num_tokens: int) -> list[list[tuple[int, int]]]:
-        """The positions of each rank, as ranges that ascend; ``num_tokens`` is a multiple of what :meth:`cut` makes."""
+        """The positions of each rank, as ranges that ascend; ``num_tokens`` is a multiple of :attr:`unit`."""
         n = self.degree
         if self.method == "ulysses":
             size = num_tokens // n
             return [[(rank * size, (rank + 1) * size)] for rank in range(n)]
         size = num_tokens // (2 * n)
         return [[(i * size, (i + 1) * size) for i in (rank, 2 * n - 1 - rank)] for rank in range(n)]
-
-    def cut(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """A batch with this rank's part of its row as :data:`~lit_fsdp.models.loss.ONE_ROW`; best on the host.
-
-        The row is filled up with a sample without targets until it can be cut. ``counts`` are the batch's on the first
-        rank and zeros on others, so that sums over ranks count each token once.
-        """
-        from lit_fsdp.models.loss import ONE_ROW
-        from lit_fsdp.models.packing import one_row
-
-        row = dict(batch.get(ONE_ROW) or one_row(batch))
-        num, unit = row["input_ids"].shape[1], self.degree * (1 if self.method == "ulysses" else 2)
-        if more := -num % unit:
-            device, last = row["input_ids"].device, F.pad(row["cu_seq_lens"], (0, 1), value=num + more)
-            positions = torch.arange(more, device=device)[None]
-            row["position_ids"] = torch.cat([row["position_ids"], positions], dim=1)
-            row["input_ids"] = F.pad(row["input_ids"], (0, more))
-            row["taken"] = F.pad(row["taken"], (0, more), value=-1)  # the end of a row, which has no target
-            row |= {"cu_seq_lens": last, "sample_lengths": (*row["sample_lengths"], more)}
-            row["longest"] = max(row["longest"], 1 << (more - 1).bit_length())
-        own = self.parts(num + more)[self.rank]
-        for name in ("input_ids", "position_ids", "taken"):
-            row[name] = torch.cat([row[name][..., start:end] for start, end in own], dim=-1)
-        row |= {"context": self, "own": own, "num_tokens": num}
-        found = {**batch, ONE_ROW: row}
-        if "counts" in batch:
-            tokens, samples, _, squared_tokens = batch["counts"]
-            counts = torch.stack([tokens, samples, torch.full_like(tokens, num + more), squared_tokens])
-            found["counts"] = counts * int(self.rank == 0)
-        return found
-
-    def inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """What a model of transformers in the sharded module takes of this rank's part of padded or packed rows.
-
-        ``batch`` has ``input_ids`` and ``labels`` (B, T), and ``attention_mask`` or, as our packs, ``position_ids``,
-        ``cu_seq_lens`` and ``longest``. Beside the inputs comes ``targets`` (1, N / n), the token that each position
-        predicts, of the same sample; -100 where there is none. The loss of a row is the sum over all ranks.
-        """
-        from lit_fsdp.models.attention import BY_SAMPLE
-        from lit_fsdp.models.loss import ONE_ROW, next_targets
-        from lit_fsdp.models.packing import model_inputs
-
-        row = model_inputs(self.cut(batch), BY_SAMPLE)[ONE_ROW]
-        taken_N, _ = row.pop("taken"), row.pop("num_tokens")
-        return {**row, "targets": next_targets(batch).flatten()[taken_N].unsqueeze(0)}
 
     def gathered(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         """What all ranks hold of a row along ``dim``, in the order of its positions; it has a graph."""
@@ -149,31 +105,3 @@ def mixes_by_attention(model: nn.Module) -> bool:
     is_stateful = getattr(model, "_is_stateful", False) or any(isinstance(m, nn.Conv1d) for m in model.modules())
     kinds = set(config.get_text_config().to_dict().get("layer_types") or ())
     return not is_stateful and kinds <= _BY_ATTENTION
-
-
-def context_method(model: Any, config: ContextConfig, path: str) -> str:
-    """``ulysses`` or ``all_gather`` for a model, whose attention is SDPA sample by sample.
-
-    Raises:
-        ConfigError: The model mixes positions elsewhere, or the degree does not divide its heads.
-    """
-    from lit_fsdp.models.attention import BY_SAMPLE
-    from lit_fsdp.models.loss import balance_of, owner_of_head
-
-    kind, backend = model.config.model_type, model.config._attn_implementation
-    given, allowed = f"{config.degree} for {kind}", "a model in which attention alone mixes positions, by SDPA"
-    fits = mixes_by_attention(model)
-    require(fits, path, f"{given}, which has layers of another kind", allowed, "drop context_parallel")
-    fix = "drop model.attn_implementation" if backend != BY_SAMPLE else ""
-    require(backend == BY_SAMPLE, path, f"{given} with attention {backend}", allowed, fix or "drop context_parallel")
-    text = model.config.get_text_config()
-    knows = not getattr(text, "output_router_logits", False) or balance_of(owner_of_head(model))
-    require(knows, path, f"{given}, with a router's loss of its own", "output_router_logits: false")
-    heads, degree = text.num_attention_heads, config.degree
-    if config.method == "ulysses":
-        degrees = " | ".join(str(d) for d in range(1, heads + 1) if heads % d == 0)
-        given, fix = f"ulysses over {degree} ranks, with {heads} heads", "or method: all_gather, which takes any"
-        require(heads % degree == 0, path, given, f"degree: {degrees}", fix)
-    if config.method != "auto":
-        return config.method
-    return "ulysses" if heads % degree == 0 else "all_gather"

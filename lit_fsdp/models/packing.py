@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from lit_fsdp.models.attention import BY_SAMPLE
-from lit_fsdp.models.context import ContextGroup, mixes_by_attention
+from lit_fsdp.models.context import mixes_by_attention
 from lit_fsdp.models.loss import IGNORED, NUM_TARGETS, ONE_ROW, next_targets, owner_of_head
 
 # what a model, or its loss, may get of a batch
@@ -125,14 +125,11 @@ def pairs_in_one_row(batch: Mapping[str, Any], shares: bool) -> dict[str, Any]:
     return {**batch, "counts": counts, ONE_ROW: row}
 
 
-def last_hidden_states(
-    model: nn.Module, batch: Mapping[str, Any], attn_implementation: str, context: ContextGroup | None = None
-) -> torch.Tensor:
+def last_hidden_states(model: nn.Module, batch: Mapping[str, Any], attn_implementation: str) -> torch.Tensor:
     """What the head of the model, which is called as a whole, sees, (B, T, D), without a graph."""
-    given = batch if context is None else context.cut(batch)[ONE_ROW]
     inputs = {
         name: value
-        for name, value in model_inputs(given, attn_implementation).items()
+        for name, value in model_inputs(batch, attn_implementation).items()
         if name not in ("labels", NUM_TARGETS)
     }
     owner: Any = owner_of_head(model)
@@ -143,10 +140,7 @@ def last_hidden_states(
             model(**inputs)
     finally:
         handle.remove()
-    found, shape = seen[-1].detach(), batch["input_ids"].shape
-    if context is not None:
-        found = context.gathered(found.reshape(1, -1, found.shape[-1]), 1)[:, : shape.numel()]
-    return found.reshape(*shape, -1)
+    return seen[-1].detach().reshape(*batch["input_ids"].shape, -1)
 
 
 _NUM_SAMPLES, _LENGTH = 4, 16  # of the proof: as few as show everything that tells samples apart

@@ -45,7 +45,7 @@ from lit_fsdp.errors import ConfigError, ContractError, require
 from lit_fsdp.host import FIRST, end_with_first, threads_of_rank
 from lit_fsdp.metrics.hardware import is_accelerator, to_device
 from lit_fsdp.models.attention import by_sample
-from lit_fsdp.models.context import ContextGroup, context_method
+from lit_fsdp.models.parts import RowParts, context_method
 from lit_fsdp.parallel.activation import prepare_blocks, recompute_by_unit, resolve_gradient_checkpointing
 from lit_fsdp.parallel.alike import check_alike, ending_together, kinds_of, options_of, tensors_of
 from lit_fsdp.parallel.checkpointing import Checkpoints, check_packed_state
@@ -175,7 +175,7 @@ class EngineStrategy(Checkpoints):
         self._used: set[str] = set()
         self._noted: dict[int, torch.Tensor] = {}
         self._host_group: Any = None
-        self.context: ContextGroup | None = None  # of the ranks that hold parts of the same rows
+        self.context: RowParts | None = None  # of the ranks that hold parts of the same rows
         STRATEGIES.add(self)
         super().__init__(  # type: ignore[call-arg]
             process_group_backend=config.process_group_backend, timeout=timedelta(seconds=config.timeout_seconds)
@@ -309,7 +309,7 @@ class EngineStrategy(Checkpoints):
             options: Any = {"timeout": timedelta(seconds=seconds)}
             along = torch.arange(self.world_size).view(-1, degree).tolist()
             group: Any = dist.new_subgroups_by_enumeration(along, **options)[0]
-            self.context = ContextGroup(group, self._check_context(self.lightning_module))
+            self.context = RowParts(group, self._check_context(self.lightning_module))
         self.shard_group, self.has_copies = self.mesh.get_group(SHARD) if shards > 1 else None, replicas > 1
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:

@@ -18,8 +18,8 @@ from lit_fsdp.config.strategy import StrategyConfig, mesh_shape
 from lit_fsdp.metrics.flops import flop_formula
 from lit_fsdp.metrics.hardware import Gpu
 from lit_fsdp.models.build import build_trainable
-from lit_fsdp.models.context import context_method
 from lit_fsdp.models.optimizers import state_bytes
+from lit_fsdp.models.parts import context_method
 from lit_fsdp.models.resolve import resolve_architecture
 from lit_fsdp.parallel.precision import TORCH_DTYPES, cast_parameters
 from lit_fsdp.parallel.units import UnitPlan, plan_for

@@ -35,9 +35,9 @@ from lit_fsdp.errors import ConfigError
 from lit_fsdp.metrics.hardware import is_accelerator
 from lit_fsdp.models.attention import BY_SAMPLE
 from lit_fsdp.models.build import build_trainable
-from lit_fsdp.models.context import ContextGroup, context_method
 from lit_fsdp.models.loss import NUM_TARGETS, causal_lm_forward, plan_loss
 from lit_fsdp.models.packing import model_inputs
+from lit_fsdp.models.parts import RowParts, context_method
 from lit_fsdp.models.quantize import give_shapes
 from lit_fsdp.models.resolve import resolve_architecture
 from lit_fsdp.parallel.activation import prepare_blocks
@@ -245,7 +245,7 @@ def _batch(run: RunConfig, model: Any) -> dict[str, Any]:
     if config.degree == 1:
         return given
     group: Any = dist.new_group(list(range(config.degree)))
-    context = ContextGroup(group, context_method(model, config, f"{STRATEGY}.context_parallel"))
+    context = RowParts(group, context_method(model, config, f"{STRATEGY}.context_parallel"))
     return model_inputs(context.cut({**given, "attention_mask": torch.ones_like(ids)}), BY_SAMPLE)
 
 

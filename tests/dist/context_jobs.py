@@ -12,17 +12,17 @@ from lightning.pytorch import LightningModule
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
-from lit_fsdp.models.context import ContextGroup
 from lit_fsdp.models.loss import ONE_ROW
+from lit_fsdp.models.parts import RowParts
 from tests.dist.jobs import TinyData, fit, here
 from tests.dist.packing_jobs import packed_run
 
 
 def faulty_run(fault: str, **job: Any) -> dict[str, Any]:
     """A run of packs in which positions are those of the wrong rank, packs see each other across the cut, ..."""
-    cut = ContextGroup.cut
+    cut = RowParts.cut
 
-    def wrong(context: ContextGroup, batch: Any) -> dict[str, Any]:
+    def wrong(context: RowParts, batch: Any) -> dict[str, Any]:
         found = cut(context, batch)
         row = found[ONE_ROW]
         if fault == "positions":
@@ -35,7 +35,7 @@ def faulty_run(fault: str, **job: Any) -> dict[str, Any]:
             found["counts"] = cut(context, {**batch, "counts": batch["counts"]})["counts"] + batch["counts"]
         return found
 
-    with mock.patch.object(ContextGroup, "cut", wrong):
+    with mock.patch.object(RowParts, "cut", wrong):
         return packed_run(**job)
 
 

@@ -13,8 +13,8 @@ from transformers import AutoConfig, MixtralConfig
 from lit_fsdp.config.strategy import ContextConfig, StrategyConfig, mesh_shape
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.models.build import build_on_meta
-from lit_fsdp.models.context import context_method
 from lit_fsdp.models.miniature import shrink
+from lit_fsdp.models.parts import context_method
 from lit_fsdp.models.tokenizers import miniature_tokenizer
 from tests.dist.forks import RankError, on_ranks
 from tests.dist.reference import TINY, save_tiny
