@@ -21,6 +21,7 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -133,9 +134,7 @@ def _run(request: dict[str, Any], files: list[int], folder: Path, jobs: dict[str
     signal.pthread_sigmask(signal.SIG_SETMASK, request["mask"])
     try:
         if "job" in request:
-            random.seed(0)  # Python gives each fork another seed, and checkpoints hold its state
-            answer = json.dumps(jobs[request["job"]](**request["arguments"]))
-            Path(request["answer"]).write_text(answer)
+            Path(request["answer"]).write_text(json.dumps(_run_job(jobs[request["job"]], request)))
         else:
             _run_words(request["words"], request["cwd"], folder)
         code = 0
@@ -152,6 +151,19 @@ def _run(request: dict[str, Any], files: list[int], folder: Path, jobs: dict[str
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def _run_job(job: Callable[..., Any], request: dict[str, Any]) -> Any:
+    """Each case begins with the environment and the random state that the process has begun with."""
+    import torch
+
+    state, found = torch.get_rng_state(), []
+    for case in request["each"] or [{}]:
+        os.environ.update(request["env"])
+        torch.set_rng_state(state)
+        random.seed(0)  # Python gives each fork another seed, and checkpoints hold its state
+        found.append(json.loads(json.dumps(job(**request["arguments"], **case))))  # whatever the next ones add to it
+    return found if request["each"] else found[0]
 
 
 def _run_words(words: list[str], cwd: str, folder: Path) -> None:
