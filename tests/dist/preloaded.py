@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import ctypes
 import fcntl
+import functools
 import gc
 import importlib
 import json
@@ -80,7 +81,13 @@ def main(folder: Path, listening: socket.socket) -> None:
 
 
 def _build_parsers() -> None:
-    """Those of a recipe and of its sections, for which every rank and command would need a tenth of a second."""
+    """Those of a recipe and of its sections, for which every rank and command would need a tenth of a second.
+
+    And as much that other packages find out once per process: how files of models are named, which packages extend.
+    """
+    from lightning.fabric.utilities import registry
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
     from lit_fsdp import CausalLMDataModule, CausalLMModule, Checkpoint, fsdp_strategy
     from lit_fsdp.config.parser import recipe_parser
 
@@ -89,6 +96,9 @@ def _build_parsers() -> None:
     CausalLMDataModule(train="rows.jsonl")
     Checkpoint()
     fsdp_strategy()
+    get_checkpoint_conversion_mapping("llama")
+    registry.entry_points = functools.cache(registry.entry_points)
+    registry.entry_points(group="lightning.pytorch.callbacks_factory")
 
 
 def _receive(client: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
