@@ -440,7 +440,7 @@ def ended(
 ) -> list[Any] | str:
     """Batches seen of so many per rank, twice in ``fit``, optimizer steps of two each, and what is said of them."""
     said: list[str] = []
-    logging.getLogger("lit_fsdp.parallel.alike").addFilter(lambda record: bool(said.append(record.getMessage())))
+    logging.getLogger("lit_fsdp.parallel.alike").filters[:] = [lambda record: bool(said.append(record.getMessage()))]
     rank, seen = int(os.environ["RANK"]), [0]
 
     def count(*_: Any) -> None:

@@ -27,12 +27,12 @@ SEED = 11
 def train_lora(
     folder: str, strategy: dict[str, Any], model: dict[str, Any], run: str | None = None, ckpt_path: str | None = None
 ) -> dict[str, Any]:
-    """Ten steps; what a run finds, what is trained, and whether the frozen rest stayed as it was; every fifth saved."""
+    """Six steps; what a run finds, what is trained, and whether the frozen rest stayed as it was; every third saved."""
     activation.BACKEND = "aot_eager"  # of what it compiles, as inductor takes minutes on two ranks
     ema = EMAWeights(decay=0.5)
-    callbacks = [] if run is None else [ema, Checkpoint(every_steps=5)]
+    callbacks = [] if run is None else [ema, Checkpoint(every_steps=3)]
     module = module_for(folder, model)
-    trainer, found = fit(module, strategy, callbacks, seed=SEED, default_root_dir=run, ckpt_path=ckpt_path)
+    trainer, found = fit(module, strategy, callbacks, None, ckpt_path, 6, SEED, default_root_dir=run)
     names = {name.replace("_fsdp_wrapped_module.", ""): param for name, param in module.named_parameters()}
     live: Any = trainer.strategy
     owner = live.model if strategy["engine"] == "fsdp1" else module
@@ -64,7 +64,7 @@ def _differ(live: torch.Tensor, stored: torch.Tensor) -> bool:
 
 
 def peft_losses(
-    folder: str, lora: dict[str, Any], steps: int = 10, dtype: torch.dtype = torch.float32, **options: Any
+    folder: str, lora: dict[str, Any], steps: int = 6, dtype: torch.dtype = torch.float32, **options: Any
 ) -> list[float]:
     """Plain peft in one process, from the same random adapters: the loss of each global batch.
 

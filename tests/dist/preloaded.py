@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import ctypes
 import fcntl
+import functools
 import gc
 import importlib
 import json
@@ -21,6 +22,7 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -79,7 +81,13 @@ def main(folder: Path, listening: socket.socket) -> None:
 
 
 def _build_parsers() -> None:
-    """Those of a recipe and of its sections, for which every rank and command would need a tenth of a second."""
+    """Those of a recipe and of its sections, for which every rank and command would need a tenth of a second.
+
+    And as much that other packages find out once per process: how files of models are named, which packages extend.
+    """
+    from lightning.fabric.utilities import registry
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
     from lit_fsdp import CausalLMDataModule, CausalLMModule, Checkpoint, fsdp_strategy
     from lit_fsdp.config.parser import recipe_parser
 
@@ -88,6 +96,9 @@ def _build_parsers() -> None:
     CausalLMDataModule(train="rows.jsonl")
     Checkpoint()
     fsdp_strategy()
+    get_checkpoint_conversion_mapping("llama")
+    registry.entry_points = functools.cache(registry.entry_points)
+    registry.entry_points(group="lightning.pytorch.callbacks_factory")
 
 
 def _receive(client: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
@@ -133,9 +144,7 @@ def _run(request: dict[str, Any], files: list[int], folder: Path, jobs: dict[str
     signal.pthread_sigmask(signal.SIG_SETMASK, request["mask"])
     try:
         if "job" in request:
-            random.seed(0)  # Python gives each fork another seed, and checkpoints hold its state
-            answer = json.dumps(jobs[request["job"]](**request["arguments"]))
-            Path(request["answer"]).write_text(answer)
+            Path(request["answer"]).write_text(json.dumps(_run_job(jobs[request["job"]], request)))
         else:
             _run_words(request["words"], request["cwd"], folder)
         code = 0
@@ -152,6 +161,19 @@ def _run(request: dict[str, Any], files: list[int], folder: Path, jobs: dict[str
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def _run_job(job: Callable[..., Any], request: dict[str, Any]) -> Any:
+    """Each case begins with the environment and the random state that the process has begun with."""
+    import torch
+
+    state, found = torch.get_rng_state(), []
+    for case in request["each"] or [{}]:
+        os.environ.update(request["env"])
+        torch.set_rng_state(state)
+        random.seed(0)  # Python gives each fork another seed, and checkpoints hold its state
+        found.append(json.loads(json.dumps(job(**request["arguments"], **case))))  # whatever the next ones add to it
+    return found if request["each"] else found[0]
 
 
 def _run_words(words: list[str], cwd: str, folder: Path) -> None:

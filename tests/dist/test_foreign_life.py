@@ -5,14 +5,16 @@ The reference is Lightning itself in one process on the whole batches.
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.dist.forks import on_ranks
+from tests.dist.forks import on_ranks, on_ranks_each
 
 ENGINES = ("fsdp2", "fsdp1", "ddp")
+IN_FP32 = [{"strategy": {"engine": engine, "precision": "fp32"}} for engine in ENGINES]
 LIVES: dict[str, dict[str, Any]] = {
     "validate and predict, then fit": {"module": "ForeignNetWithValidation", "calls": ["validate", "predict", "fit"]},
     "a Trainer each": {"module": "ForeignNetWithValidation", "calls": ["validate", "fit", "fit"], "second": True},
@@ -78,12 +80,19 @@ def assert_weights(found: dict[str, list[float]], wanted: dict[str, list[float]]
         assert values == pytest.approx(wanted[name], rel=0, abs=tolerance), name
 
 
+@pytest.fixture(scope="module")
+def plain() -> dict[str, Any]:
+    found = on_ranks_each("live", 1, list(LIVES.values()), strategy=None)
+    return {life: wanted for life, (wanted,) in zip(LIVES, found, strict=True)}
+
+
 @pytest.mark.parametrize("life", LIVES)
-def test_weights_and_outputs_are_those_of_plain_lightning(life: str) -> None:
+def test_weights_and_outputs_are_those_of_plain_lightning(plain: dict[str, Any], life: str) -> None:
     """Outputs are of ``self(x)`` in ``on_train_epoch_end`` and after everything, outside of any step."""
-    wanted = on_ranks("live", 1, strategy=None, **LIVES[life])[0]
-    for engine in UNDER.get(LIVES[life]["module"], ENGINES[:2]):
-        for found in on_ranks("live", 2, strategy={"engine": engine, "precision": "fp32"}, **LIVES[life]):
+    wanted, engines = plain[life], UNDER.get(LIVES[life]["module"], ENGINES[:2])
+    cases = [{"strategy": {"engine": engine, "precision": "fp32"}} for engine in engines]
+    for engine, ranks in zip(engines, on_ranks_each("live", 2, cases, **LIVES[life]), strict=True):
+        for found in ranks:
             assert_weights(found["weights"], wanted["weights"])
             for mine, theirs in zip(found["outputs"], wanted["outputs"], strict=True):
                 assert mine == pytest.approx(theirs, abs=1e-5), engine
@@ -92,15 +101,15 @@ def test_weights_and_outputs_are_those_of_plain_lightning(life: str) -> None:
 def test_layers_and_matrices_in_the_root_take_rows_as_they_come() -> None:
     for module, precision in (("Looks", "mixed"), ("Conv", "low_precision")):
         wanted = on_ranks("live", 1, module=module, strategy=None)[0]["weights"]
-        for engine in ENGINES:
-            for found in on_ranks("live", 2, module=module, strategy={"engine": engine, "precision": precision}):
-                assert_weights(found["weights"], wanted, 0.05)
+        cases = [{"strategy": {"engine": engine, "precision": precision}} for engine in ENGINES]
+        for found in itertools.chain(*on_ranks_each("live", 2, cases, module=module)):
+            assert_weights(found["weights"], wanted, 0.05)
 
 
 def test_what_is_refused() -> None:
-    for module, strategy, words in REFUSED:
-        for text in on_ranks("refused", 2, module=module, strategy={"precision": "fp32", **strategy}):
-            assert text.startswith(words)
+    cases = [{"module": module, "strategy": {"precision": "fp32", **strategy}} for module, strategy, _ in REFUSED]
+    for (*_, words), said in zip(REFUSED, on_ranks_each("refused", 2, cases), strict=True):
+        assert all(text.startswith(words) for text in said), said
     again = {"precision": "mixed", "state_dict": "full"}
     for text in on_ranks("refused", 2, module="Conv", strategy={"precision": "fp32"}, again=again):
         assert text.startswith("ConfigError: fsdp_strategy: got {'precision': 'mixed'}")
@@ -111,9 +120,9 @@ def test_what_is_refused() -> None:
 def test_a_resume_has_the_learning_rates_and_weights_of_one_run(tmp_path: Path, module: str) -> None:
     """SGD without momentum has no tensors of state; parameters that were never used have none under AdamW."""
     wanted = on_ranks("resumed", 1, module=module, strategy=None, folder=tmp_path / "plain")[0]
-    for engine in ("ddp", "single") if module == "Averaged" else ENGINES:
-        job = {"strategy": {"engine": engine, "precision": "fp32"}, "folder": tmp_path / engine}
-        for found in on_ranks("resumed", 1 if engine == "single" else 2, module=module, **job):
+    for engines, ranks in ((("ddp",), 2), (("single",), 1)) if module == "Averaged" else ((ENGINES, 2),):
+        cases = [{"strategy": {"engine": e, "precision": "fp32"}, "folder": str(tmp_path / e)} for e in engines]
+        for found in itertools.chain(*on_ranks_each("resumed", ranks, cases, module=module)):
             assert found["rates"] == wanted["rates"]
             assert_weights(found["weights"], wanted["weights"])
 
@@ -129,27 +138,26 @@ def test_a_resume_in_the_module_of_a_fit_that_failed(tmp_path: Path) -> None:
 
 def test_the_batch_arrives_as_the_loader_gives_it() -> None:
     """What is cast is what goes into layers; targets of 1000 and more keep their fractions on every engine."""
-    wanted = [one["targets"] for one in on_ranks("live", 2, module="Exact", strategy={"engine": "ddp"})]
-    for engine, precision in (("fsdp2", "fp16_mixed"), ("fsdp1", "mixed")):
-        found = on_ranks("live", 2, module="Exact", strategy={"engine": engine, "precision": precision})
-        assert [one["targets"] for one in found] == wanted
+    engines = ({"engine": "ddp"}, {"engine": "fsdp2", "precision": "fp16_mixed"}, {"engine": "fsdp1"})
+    wanted, *others = on_ranks_each("live", 2, [{"strategy": engine} for engine in engines], module="Exact")
+    for found in others:
+        assert [one["targets"] for one in found] == [one["targets"] for one in wanted]
 
 
 def test_batch_norm_validates_as_its_checkpoint(tmp_path: Path) -> None:
     """Every rank has statistics of its own rows; from the validation on they are rank 0's."""
-    for engine, precision in (("fsdp2", "mixed"), ("fsdp1", "mixed"), ("ddp", "fp32")):
-        job = {"strategy": {"engine": engine, "precision": precision}, "folder": tmp_path / engine}
-        for live, saved in on_ranks("validated_again", 2, **job):
-            assert live == saved
+    modes = {"fsdp2": "mixed", "fsdp1": "mixed", "ddp": "fp32"}.items()
+    cases = [{"strategy": {"engine": e, "precision": mode}, "folder": str(tmp_path / e)} for e, mode in modes]
+    for live, saved in itertools.chain(*on_ranks_each("validated_again", 2, cases)):
+        assert live == saved
 
 
 def test_a_batch_more_on_one_rank_is_refused_instead_of_waited_for() -> None:
     """Of seven rows Lightning gives rank 0 four and rank 1 three: two batches and one."""
     for rows in (8, 7):
-        wanted = on_ranks("predicted", 2, strategy={"engine": "ddp", "precision": "fp32"}, rows=rows)
+        *both, wanted = on_ranks_each("predicted", 2, IN_FP32, rows=rows)
         assert [len(one) for one in wanted] == [4, rows - 4]
-        for engine in ("fsdp2", "fsdp1"):
-            found = on_ranks("predicted", 2, strategy={"engine": engine, "precision": "fp32"}, rows=rows)
+        for found in both:
             if rows == 7:
                 assert [one.splitlines()[0] for one in found] == ["trainer.num_predict_batches: got [2] and [1]"] * 2
             else:
@@ -167,12 +175,15 @@ def test_ranks_that_are_not_alike_are_refused_before_a_step(engine: str) -> None
 
 def test_loaders_without_a_length_end_together() -> None:
     """Where copies evaluate, which wait for nobody, each rank sees its own batches."""
-    for engine, case, wanted in ALIKE_BATCHES:
-        job = {"batches": [5, 3], "strategy": {"engine": engine, "precision": "fp32"}, **case}
-        first, second = on_ranks("ended", 2, **job)
+    alone = ("ddp", {"verb": "validate"}, None)
+    cases = [
+        {"batches": [5, 3], "strategy": {"engine": engine, "precision": "fp32"}, **case}
+        for engine, case, _ in (*ALIKE_BATCHES, alone)
+    ]
+    *together, last = on_ranks_each("ended", 2, cases)
+    for (first, second), (*_, wanted) in zip(together, ALIKE_BATCHES, strict=True):
         assert (first, second) == (wanted, wanted if isinstance(wanted, str) else wanted[:2])
-    strategy = {"engine": "ddp", "precision": "fp32"}
-    assert on_ranks("ended", 2, batches=[5, 3], verb="validate", strategy=strategy) == [[5, 0], [3, 0]]
+    assert last == [[5, 0], [3, 0]]
 
 
 def test_an_error_before_a_model_is_filled_is_the_last_one_that_is_shown(tiny_model: Path) -> None:

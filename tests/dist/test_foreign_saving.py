@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 from lit_fsdp import load_weights
 from lit_fsdp.checkpoint.store import load_state
 from tests.dist.foreign_jobs import ForeignNet, ForeignNetWithValidation, foreign_rows
-from tests.dist.forks import on_ranks
+from tests.dist.forks import on_ranks, on_ranks_each
 from tests.dist.saving_jobs import Changed
 
 ENGINES = ("fsdp2", "fsdp1")
@@ -24,17 +25,18 @@ def test_rank_0_decides_what_is_best(tmp_path: Path, engine: str) -> None:
     """A metric without ``sync_dist``: it improves here and worsens there, or one rank alone has it."""
     better, worse, none = [3.0, 2.0, 1.0, 4.0], [1.0, 2.0, 3.0, 0.0], [None] * 4
     cases = [(better, worse, "step-00000003"), (better, none, "step-00000003"), (none, better, "")]
-    for index, (first, second, best) in enumerate(cases if engine == "fsdp2" else cases[:1]):
-        job = {"strategy": {"engine": engine}, "run": tmp_path / str(index), "told": [first, second]}
-        found = on_ranks("train_with_own_metrics", 2, **job)
-        assert found[0] == found[1]
-        there = [name for name in (best, "step-00000004") if name]
-        assert found[0] == {"there": there, "best": best, "score": 1.0 if best else None}
-    job = {"strategy": {"engine": engine}, "run": tmp_path / "lightning", "told": [better, worse]}
+    cases = cases if engine == "fsdp2" else cases[:1]
+    jobs: list[dict[str, Any]] = [
+        {"run": str(tmp_path / str(index)), "told": [first, second]} for index, (first, second, _) in enumerate(cases)
+    ]
     saving = {"filename": "{step}-{val_loss:.0f}", "save_on_train_epoch_end": False}
-    found = on_ranks("train_with_own_metrics", 2, lightnings=saving, **job)
+    jobs.append({"run": str(tmp_path / "lightning"), "told": [better, worse], "lightnings": saving})
+    *ours, found = on_ranks_each("train_with_own_metrics", 2, jobs, strategy={"engine": engine})
     assert [one["there"] for one in found] == [["step=1-val_loss=3.ckpt"]] * 2  # what is better on every rank
     assert found[0]["best"] == "step=1-val_loss=3.ckpt"
+    for (*_, best), found in zip(cases, ours, strict=True):
+        there = [name for name in (best, "step-00000004") if name]
+        assert found == [{"there": there, "best": best, "score": 1.0 if best else None}] * 2
 
 
 @pytest.mark.parametrize(
@@ -73,20 +75,23 @@ def test_an_accumulation_that_changes_with_the_epochs_goes_on_where_it_was(tmp_p
 def test_hyperparameters_that_no_checkpoint_can_hold(tmp_path: Path) -> None:
     """Said before the first step, with every key; without a checkpoint callback nobody minds them."""
     job = {"strategy": {"engine": "fsdp2"}, "run": tmp_path}
-    for text, steps in on_ranks("said_at_the_start", 2, saves=True, **job):
+    saved, unsaved = on_ranks_each("said_at_the_start", 2, [{"saves": True}, {"saves": False}], **job)
+    for text, steps in saved:
         assert steps == 0
         assert "Described.hparams: got layer: cannot save a builtins.type; options.make: cannot save" in text
         assert "write save_hyperparameters(ignore=['layer', 'options'])" in text
-    assert on_ranks("said_at_the_start", 2, saves=False, **job) == [["", 1]] * 2
+    assert unsaved == [["", 1]] * 2
 
 
-@pytest.mark.parametrize("engine", [*ENGINES, "ddp", "single"])
-def test_what_every_save_writes_is_built_before_the_first_step(tmp_path: Path, engine: str) -> None:
-    for unwritable, said in (("checkpoint_manifest", "object is not JSON"), ("checkpoint_files", "tokenizer cannot")):
-        job = {"strategy": {"engine": engine}, "run": tmp_path, "saves": True, "unwritable": unwritable}
-        for text, steps in on_ranks("said_at_the_start", 1 if engine == "single" else 2, **job):
+@pytest.mark.parametrize("engines", [(*ENGINES, "ddp"), ("single",)])
+def test_what_every_save_writes_is_built_before_the_first_step(tmp_path: Path, engines: tuple[str, ...]) -> None:
+    wanted = {"checkpoint_manifest": "object is not JSON", "checkpoint_files": "tokenizer cannot"}
+    cases = [{"strategy": {"engine": e}, "unwritable": what} for e, what in itertools.product(engines, wanted)]
+    found = on_ranks_each("said_at_the_start", min(len(engines), 2), cases, run=tmp_path, saves=True)
+    for case, ranks in zip(cases, found, strict=True):
+        for text, steps in ranks:
             assert steps == 0
-            assert said in text
+            assert wanted[str(case["unwritable"])] in text
 
 
 @pytest.mark.parametrize("lightnings", [False, True])
@@ -102,21 +107,20 @@ def test_a_removal_that_fails_is_a_warning(tmp_path: Path, lightnings: bool) -> 
 @pytest.mark.parametrize("engine", [*ENGINES, "ddp"])
 def test_a_module_that_the_checkpoint_is_not_quite_of(tmp_path: Path, engine: str) -> None:
     """What it lacks keeps its values and has no optimizer state yet; also in this process, without a Trainer."""
-    for layout in ("sharded", "full") if engine == "fsdp2" else ("sharded",):
-        job = {"strategy": {"engine": engine, "state_dict": layout}, "run": tmp_path / layout}
-        end = on_ranks("train_changed", 2, **job)[0]["end"]
-        path = tmp_path / layout / "step=2.ckpt"
+    layouts = ("sharded", "full") if engine == "fsdp2" else ("sharded",)
+    cases = [{"strategy": {"engine": engine, "state_dict": one}, "run": str(tmp_path / one)} for one in layouts]
+    for layout, (first, _) in zip(layouts, on_ranks_each("train_changed", 2, cases), strict=True):
+        end, path = first["end"], tmp_path / layout / "step=2.ckpt"
         net = load_weights(ForeignNet(), path)
         assert {name: float(tensor.sum()) for name, tensor in net.state_dict().items()} == end
         assert load_weights(ForeignNet().bfloat16(), str(path)).head.weight.dtype == torch.bfloat16
         assert load_weights(Changed(strict=False), path).gate.sum() == 2
         with pytest.raises(RuntimeError, match=r'Missing key.*"gate"(.|\n)*Unexpected key.*"scale"'):
             load_weights(Changed(strict=True), path)
-    job |= {"run": tmp_path / "again", "ckpt_path": path}
-    refused = on_ranks("train_changed", 2, **job)[0]
+    job = cases[-1] | {"run": tmp_path / "again", "ckpt_path": path}
+    (refused, _), (found, _) = on_ranks_each("train_changed", 2, [{}, {"strict": False}], **job)
     assert "missing in the checkpoint: model/gate" in refused
     assert "only in the checkpoint: model/scale" in refused
-    found = on_ranks("train_changed", 2, strict=False, **job)[0]
     assert found["start"] == {**{name: value for name, value in end.items() if name != "scale"}, "gate": 2.0}
     assert found["steps"] == {name: 2.0 for name in found["start"] if name != "gate"}
     assert found["end"].keys() == found["start"].keys()
@@ -130,9 +134,9 @@ def test_a_file_of_lightnings_own_goes_on(tmp_path: Path) -> None:
     saved = tmp_path / "run" / "step=2.ckpt"
     assert saved.is_file()
     job = {"run": tmp_path / "again", "ckpt_path": saved, "changed": False}
-    wanted = on_ranks("train_changed", 2, strategy=None, **job)[0]
-    for engine in (*ENGINES, "ddp"):
-        found = on_ranks("train_changed", 2, strategy={"engine": engine}, **job)[0]
+    strategies = [None, *({"engine": engine} for engine in (*ENGINES, "ddp"))]
+    (wanted, _), *others = on_ranks_each("train_changed", 2, [{"strategy": one} for one in strategies], **job)
+    for found, _ in others:
         assert found["start"] == pytest.approx(first["end"], rel=1e-6)
         assert set(found["steps"].values()) == {2.0}
         assert found["losses"] == pytest.approx(wanted["losses"], rel=1e-5)
@@ -143,36 +147,38 @@ def test_a_file_of_lightnings_own_goes_on(tmp_path: Path) -> None:
 def test_callbacks_and_modules_go_on_with_the_state_of_their_rank(tmp_path: Path, engine: str) -> None:
     """As it was on as many ranks; on others DTensors are sharded anew, and what fits no rank is refused or said."""
     job = {"strategy": {"engine": engine}}
-    for kind in ("shards", "sharded", "numbers", "odd"):
-        found = on_ranks("keep", 2, run=tmp_path / kind, kind=kind, **job)
+    kinds = ("shards", "sharded", "numbers", "odd")
+    cases = [{"run": str(tmp_path / kind), "kind": kind} for kind in (*kinds, "first")]
+    *alike, (first, second) = on_ranks_each("keep", 2, cases, **job)
+    for kind, found in zip(kinds, alike, strict=True):
         assert [(one["same"], one["said"]) for one in found] == [(True, [])] * 2, kind
     # what rank 0 alone gives is every rank's, as with Lightning
-    first, second = on_ranks("keep", 2, run=tmp_path / "first", kind="first", **job)
     assert first["same"]
     assert second["given"] == first["given"] == {"it": {"words": ["a", [1.0, 1.0]]}}
-    wanted = on_ranks("keep", 2, run=tmp_path / "sharded", kind="sharded", **job)[0]["given"]
+    wanted = alike[1][0]["given"]
     for other, ranks in (("fsdp1", 3), ("fsdp2", 1), ("ddp", 1)) if engine == "fsdp2" else (("fsdp2", 3),):
         more = {"strategy": {"engine": other, "sharding": "no_shard" if ranks == 1 else "full_shard"}}
         more |= {"run": tmp_path / f"{other}-{ranks}"}
-        for found in on_ranks("keep", ranks, kind="sharded", ckpt_path=tmp_path / "sharded" / "step=2.ckpt", **more):
-            assert found["given"] == wanted, other
-        found = on_ranks("keep", ranks, kind="numbers", ckpt_path=tmp_path / "numbers" / "step=2.ckpt", **more)[0]
+        cases = [{"kind": kind, "ckpt_path": str(tmp_path / kind / "step=2.ckpt")} for kind in kinds[1:]]
+        sharded, (found, *_), (odd, *_) = on_ranks_each("keep", ranks, cases, **more)
+        assert [one["given"] for one in sharded] == [wanted] * ranks, other
         assert found["given"] == {"it": {"seen": {"0": 0.5, "step": 2}, "last": 0, "best": 0.5}}
         assert f"differed between the 2 ranks that saved it; all {ranks} go on with that of rank 0" in found["said"][0]
         assert "callbacks.Keeper.it.last, callbacks.Keeper.it.seen.0, callbacks.Keeper.it.seen.1" in found["said"][0]
-        found = on_ranks("keep", ranks, kind="odd", ckpt_path=tmp_path / "odd" / "step=2.ckpt", **more)[0]
-        assert "tensors that each of 2 has saved of its own: callbacks.Keeper.it.a" in found["error"]
-        assert "resume as it was saved, leave that callback out, or let it keep DTensors" in found["error"]
+        assert "tensors that each of 2 has saved of its own: callbacks.Keeper.it.a" in odd["error"]
+        assert "resume as it was saved, leave that callback out, or let it keep DTensors" in odd["error"]
 
 
 def test_a_state_that_no_checkpoint_can_hold_is_refused_before_the_first_step(tmp_path: Path) -> None:
-    for kind, words in (
-        ("lambda", "callbacks.Keeper.it.x.0: cannot save a builtins.builtin_function_or_method"),
-        ("one rank's", "names, shapes and dtypes to save: state/callbacks/Keeper/it/x, state/mine/of_module/it/x"),
-    ):
-        for found in on_ranks("keep", 2, strategy={"engine": "fsdp2"}, run=tmp_path, kind=kind):
+    wanted = {
+        "lambda": "callbacks.Keeper.it.x.0: cannot save a builtins.builtin_function_or_method",
+        "one rank's": "names, shapes and dtypes to save: state/callbacks/Keeper/it/x, state/mine/of_module/it/x",
+    }
+    job = {"strategy": {"engine": "fsdp2"}, "run": tmp_path}
+    for kind, ranks in zip(wanted, on_ranks_each("keep", 2, [{"kind": kind} for kind in wanted], **job), strict=True):
+        for found in ranks:
             assert found["steps"] == 0
-            assert words in found["error"]
+            assert wanted[kind] in found["error"]
 
 
 def plain_averages(**options: int) -> tuple[dict[str, torch.Tensor], list[float]]:
@@ -212,10 +218,11 @@ def on_a_stop(run: Path, ranks: int, whole: list[Any], keys: tuple[str, ...], **
 @pytest.mark.parametrize("engine", [*ENGINES, "ddp", "single"])
 def test_averages_are_those_of_a_plain_loop_also_after_a_stop(tmp_path: Path, engine: str) -> None:
     ranks = 1 if engine == "single" else 2
-    for options in ({}, {"every_steps": 2, "start_step": 3}):
+    cases: list[dict[str, int]] = [{}, {"every_steps": 2, "start_step": 3}]
+    jobs = [{"run": str(tmp_path / f"whole{len(options)}"), **options} for options in cases]
+    for options, whole in zip(cases, on_ranks_each("average", ranks, jobs, strategy={"engine": engine}), strict=True):
         job = {"strategy": {"engine": engine}, **options}
         wanted, losses = plain_averages(**options)
-        whole = on_ranks("average", ranks, run=tmp_path / f"whole{len(options)}", **job)
         for one in whole:
             assert one["val"] == pytest.approx(losses, rel=1e-5)
             assert one["averages"].keys() == wanted.keys()
@@ -238,14 +245,18 @@ def test_lightnings_average_stops_and_goes_on_too_and_says_where_it_never_begins
     assert whole[0]["val"] == pytest.approx(plain_averages()[1], rel=1e-5)
     saved = on_a_stop(tmp_path / "stopped", 2, whole, ("live",), **job)
     assert load_state(saved)["current_model_state"]["head.weight"].shape == (1, 12)
-    for begin in ({"update_starting_at_step": 8}, {"update_starting_at_step": 9, "update_starting_at_epoch": 8}):
-        (one, _) = on_ranks("average", 2, run=tmp_path / "late", **job, **begin)
-        assert "EMAWeightAveraging, whose first update comes after the last of 8 steps" in one["error"]
-    (one, _) = on_ranks("average", 2, run=tmp_path / "epochs", steps=-1, update_starting_at_step=8, **job)
+    begin = {"update_starting_at_step": 8}
+    late = [
+        {"run": str(tmp_path / "late"), **one}
+        for one in (begin, {"update_starting_at_step": 9, "update_starting_at_epoch": 8})
+    ]
+    epochs = {"run": str(tmp_path / "epochs"), "steps": -1, **begin}
+    *refused, (one, _) = on_ranks_each("average", 2, [*late, epochs], **job)
+    for text in (first["error"] for first, _ in refused):
+        assert "EMAWeightAveraging, whose first update comes after the last of 8 steps" in text
     assert any("EMAWeightAveraging has averaged nothing yet" in text for text in one["said"])
-    job = {"strategy": {"engine": "fsdp2"}}
-    (one, _) = on_ranks("average", 2, run=tmp_path / "ours", start_step=9, **job)
-    assert one["error"].startswith("EMAWeights.start_step: got first averages after step 9\n")
-    (one, _) = on_ranks("average", 2, run=tmp_path / "ours-epochs", steps=-1, start_step=9, **job)
+    ours = [{"run": str(tmp_path / "ours")}, {"run": str(tmp_path / "ours-epochs"), "steps": -1}]
+    (late_one, _), (one, _) = on_ranks_each("average", 2, ours, strategy={"engine": "fsdp2"}, start_step=9)
+    assert late_one["error"].startswith("EMAWeights.start_step: got first averages after step 9\n")
     assert one["averages"] == {}
     assert any("training has ended before the first averages" in text for text in one["said"])

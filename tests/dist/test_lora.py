@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shutil
@@ -19,7 +20,7 @@ from lit_fsdp.checkpoint.manifest import read_manifest
 from lit_fsdp.checkpoint.safetensors_file import num_bytes
 from lit_fsdp.models.generate import chat
 from lit_fsdp.models.lora import apply_saved_lora
-from tests.dist.forks import command, on_ranks
+from tests.dist.forks import command, on_ranks, on_ranks_each
 from tests.dist.lora_jobs import peft_losses
 from tests.dist.matrix import worst_difference
 from tests.dist.reference import reference_losses
@@ -52,36 +53,39 @@ def test_losses_are_those_of_plain_peft(
     wanted = peft_losses(str(tiny_model), lora)
     losses = results[0]["losses"]
     assert worst_difference(losses, wanted) < 1e-5
-    assert losses[-1] < 0.97 * losses[0]  # the adapters do learn
+    assert losses[-1] < 0.985 * losses[0]  # the adapters do learn
     assert worst_difference(losses[:1], reference_losses(str(tiny_model), 1)) < 1e-6  # B = 0
     for result in results:
         assert result["only_trained_are_optimized"]
         assert result["changed"] == []
 
 
-@pytest.mark.parametrize("engine", ["fsdp2", "fsdp1", "ddp"])
-def test_mixed_precision_keeps_the_base_in_bf16_and_the_audit_says_so(tiny_model: Path, engine: str) -> None:
-    results = on_ranks("train_lora", 2, folder=tiny_model, strategy={"engine": engine}, model={"lora": ALL})
-    assert worst_difference(results[0]["losses"], peft_losses(str(tiny_model), ALL)) < 5e-3
-    audit, dtypes = results[0]["audit"], results[0]["dtypes"]
-    assert audit["num_trainable"] == sum(unit["num_trainable"] for unit in audit["units"])
-    frozen, num_bytes = ("fp32", 4) if engine == "fsdp1" else ("bf16", 2)
-    for unit in audit["units"]:
-        assert unit["num_bytes"] == 4 * unit["num_trainable"] + num_bytes * (unit["num_params"] - unit["num_trainable"])
-    assert dtypes["declared"] == {"param": "fp32", "frozen": frozen, "compute": "bf16", "reduce": "fp32"}
-    for when in ("after set-up", "after the first step"):
-        assert set(dtypes["realized"][f"parameters {when}"]) == {"fp32"}
-        assert set(dtypes["realized"][f"frozen parameters {when}"]) == {frozen}
-    assert set(dtypes["realized"]["gradients"]) == {"fp32"}
-    assert set(dtypes["realized"]["optimizer state after the first step"]) == {"fp32"}
-    assert results[0]["changed"] == []
+def test_mixed_precision_keeps_the_base_in_bf16_and_the_audit_says_so(tiny_model: Path) -> None:
+    wanted, engines = peft_losses(str(tiny_model), ALL), ("fsdp2", "fsdp1", "ddp")
+    job: dict[str, Any] = {"folder": tiny_model, "model": {"lora": ALL}}
+    found = on_ranks_each("train_lora", 2, [{"strategy": {"engine": engine}} for engine in engines], **job)
+    for engine, (result, _) in zip(engines, found, strict=True):
+        assert worst_difference(result["losses"], wanted) < 5e-3
+        audit, dtypes = result["audit"], result["dtypes"]
+        assert audit["num_trainable"] == sum(unit["num_trainable"] for unit in audit["units"])
+        frozen, size = ("fp32", 4) if engine == "fsdp1" else ("bf16", 2)
+        for unit in audit["units"]:
+            trained = unit["num_trainable"]
+            assert unit["num_bytes"] == 4 * trained + size * (unit["num_params"] - trained)
+        assert dtypes["declared"] == {"param": "fp32", "frozen": frozen, "compute": "bf16", "reduce": "fp32"}
+        for when in ("after set-up", "after the first step"):
+            assert set(dtypes["realized"][f"parameters {when}"]) == {"fp32"}
+            assert set(dtypes["realized"][f"frozen parameters {when}"]) == {frozen}
+        assert set(dtypes["realized"]["gradients"]) == {"fp32"}
+        assert set(dtypes["realized"]["optimizer state after the first step"]) == {"fp32"}
+        assert result["changed"] == []
 
 
 def test_frozen_parameters_stay_and_the_others_learn(tiny_model: Path) -> None:
     job: dict[str, Any] = {"folder": tiny_model, "model": {"freeze": ["model.embed_tokens.*", "model.layers.0.*"]}}
-    found = []
-    for engine, ranks in (("single", 1), ("fsdp2", 2), ("fsdp1", 2)):
-        found += on_ranks("train_lora", ranks, strategy={"engine": engine, "precision": "fp32"}, **job)
+    found = on_ranks("train_lora", 1, strategy={"engine": "single", "precision": "fp32"}, **job)
+    cases = [{"strategy": {"engine": engine, "precision": "fp32"}} for engine in ("fsdp2", "fsdp1")]
+    found += itertools.chain(*on_ranks_each("train_lora", 2, cases, **job))
     names = set(found[0]["names"])
     frozen = {name for name in names if ".layers.0." in name or "embed_tokens" in name}
     for result in found:
@@ -105,13 +109,13 @@ def test_exported_adapters_are_the_live_model(
     base = shutil.copytree(tiny_model, tmp_path / "base")
     job = {"folder": base, "strategy": {**strategy, "precision": "fp32"}, "model": {"lora": lora}}
     (result, _) = on_ranks("train_lora", 2, run=tmp_path, **job)
-    manifest = read_manifest(tmp_path / "checkpoints/step-00000010")
+    manifest = read_manifest(tmp_path / "checkpoints/step-00000006")
     saved = {name for name in manifest.tensors if name.startswith("model/")}
     assert saved == {f"model/{name}" for name in result["trained"]}
     in_state = sum(num_bytes(spec) for name, spec in manifest.tensors.items() if name.startswith("state/"))  # averages
     assert manifest.num_bytes - in_state < (tiny_model / "model.safetensors").stat().st_size
     assert Path(manifest.extra["model"]["base"]["name"]) == base
-    words = ["export", "--ckpt", "checkpoints/step-00000010", "--verify", "--out"]
+    words = ["export", "--ckpt", "checkpoints/step-00000006", "--verify", "--out"]
     for out, flags in (
         ("adapter", []),
         ("merged", ["--merge"]),
@@ -174,13 +178,13 @@ def test_resumed_from_adapters_alone(
     job: dict[str, Any] = {"folder": str(tiny_model), "model": {"lora": {**ALL, **lora}}}
     strategy = {"engine": engine, "precision": "fp32"}
     (whole, _) = on_ranks("train_lora", 2, run=str(tmp_path / "a"), strategy=strategy, **job)
-    job["ckpt_path"] = str(tmp_path / "a/checkpoints/step-00000005")
+    job["ckpt_path"] = str(tmp_path / "a/checkpoints/step-00000003")
     (rest, _) = on_ranks("train_lora", 2, run=str(tmp_path / "b"), strategy=strategy, **job)
-    assert rest["losses"] == whole["losses"][5:]
-    files = [tmp_path / run / "checkpoints/step-00000010/tensors/rank-00001.safetensors" for run in "ab"]
+    assert rest["losses"] == whole["losses"][3:]
+    files = [tmp_path / run / "checkpoints/step-00000006/tensors/rank-00001.safetensors" for run in "ab"]
     assert files[0].read_bytes() == files[1].read_bytes()
     (again, *_) = on_ranks("train_lora", ranks, strategy={"engine": other, "precision": "fp32"}, **job)
-    assert worst_difference(again["losses"], whole["losses"][5:]) < 1e-5
+    assert worst_difference(again["losses"], whole["losses"][3:]) < 1e-5
 
 
 def test_a_resume_through_the_command_line_wants_the_same_adapters_and_base(tiny_model: Path, tmp_path: Path) -> None:

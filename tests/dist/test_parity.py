@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.dist import matrix
-from tests.dist.forks import on_ranks
+from tests.dist.forks import on_ranks_each
 from tests.dist.reference import reference_losses
 
 ENGINES = ("fsdp2", "fsdp1")
@@ -65,9 +65,10 @@ def test_the_manual_has_these_cells_with_a_difference_within_the_tolerance() -> 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_hybrid_with_one_copy_and_with_one_rank_per_copy(tiny_model: Path, wanted: list[float], engine: str) -> None:
-    for copies in (1, 2):
-        strategy = {"engine": engine, "sharding": "hybrid_shard", "replicate_degree": copies, "precision": "fp32"}
-        results = on_ranks("train", 2, folder=tiny_model, strategy=strategy, accumulate_grad_batches=3)
+    strategy = {"engine": engine, "sharding": "hybrid_shard", "precision": "fp32"}
+    cases = [{"strategy": {**strategy, "replicate_degree": copies}} for copies in (1, 2)]
+    found = on_ranks_each("train", 2, cases, folder=tiny_model, accumulate_grad_batches=3)
+    for copies, results in enumerate(found, 1):
         for result in results:
             assert result["losses"][0] == pytest.approx(wanted[0], rel=1e-6)
             assert result["losses"] == pytest.approx(wanted, rel=1e-5)
@@ -78,22 +79,17 @@ def test_hybrid_with_one_copy_and_with_one_rank_per_copy(tiny_model: Path, wante
 def test_gradients_accumulate_in_fp32_in_mixed_precision(tiny_model: Path, sharding: str) -> None:
     """FSDP1 would add up whole micro-batches in bf16 if Lightning held its reductions back."""
     job = {"folder": tiny_model, "accumulate_grad_batches": 3}
-    found = [
-        on_ranks("train", 2, strategy={"engine": engine, "sharding": sharding}, **job)[0]["losses"]
-        for engine in ENGINES
-    ]
-    assert found[0] == pytest.approx(found[1], rel=1e-5)  # whole micro-batches in bf16 are 1e-3 off
+    cases = [{"strategy": {"engine": engine, "sharding": sharding}} for engine in ENGINES]
+    (first, _), (second, _) = on_ranks_each("train", 2, cases, **job)
+    assert first["losses"] == pytest.approx(second["losses"], rel=1e-5)  # whole micro-batches in bf16 are 1e-3 off
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_realized_dtypes(tiny_model: Path, wanted: list[float], engine: str) -> None:
-    for mode, param, compute, reduce in (
-        ("mixed", "fp32", "bf16", "fp32"),
-        ("low_precision", "bf16", "bf16", "bf16"),
-        ("fp32", "fp32", "fp32", "fp32"),
-    ):
-        strategy = {"engine": engine, "precision": mode}
-        (result, _) = on_ranks("train", 2, folder=tiny_model, strategy=strategy, steps=2)
+    modes = {"mixed": ("fp32", "bf16", "fp32"), "low_precision": ("bf16",) * 3, "fp32": ("fp32",) * 3}
+    cases = [{"strategy": {"engine": engine, "precision": mode}} for mode in modes]
+    found = on_ranks_each("train", 2, cases, folder=tiny_model, steps=2)
+    for (param, compute, reduce), (result, _) in zip(modes.values(), found, strict=True):
         realized = {what: set(found) for what, found in result["dtypes"]["realized"].items()}
         assert realized == {
             "parameters after set-up": {param},

@@ -25,7 +25,7 @@ NF4 = {"r": 4, "alpha": 8, "target_modules": "all-linear", "quantize": "nf4"}
 _FP32, _BF16 = torch.float32, torch.bfloat16
 
 
-def wanted(folder: Path, lora: dict[str, Any], dtype: torch.dtype, steps: int = 10) -> list[float]:
+def wanted(folder: Path, lora: dict[str, Any], dtype: torch.dtype) -> list[float]:
     """Losses of peft on the model that transformers quantizes by bitsandbytes while it loads it."""
     bits = BitsAndBytesConfig(
         load_in_4bit=True,
@@ -35,7 +35,7 @@ def wanted(folder: Path, lora: dict[str, Any], dtype: torch.dtype, steps: int = 
         bnb_4bit_use_double_quant=lora.get("double_quantization", False),
     )
     plain = {name: value for name, value in lora.items() if name not in ("quantize", "double_quantization")}
-    return peft_losses(str(folder), plain, steps, dtype, quantization_config=bits)
+    return peft_losses(str(folder), plain, dtype=dtype, quantization_config=bits)
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_losses_are_those_of_peft_and_bitsandbytes(
 ) -> None:
     results = on_ranks("train_lora", 2, folder=str(tiny_model), strategy=strategy, model={"lora": lora})
     assert worst_difference(results[0]["losses"], wanted(tiny_model, lora, dtype)) < limit
-    assert results[0]["losses"][-1] < 0.97 * results[0]["losses"][0]
+    assert results[0]["losses"][-1] < 0.985 * results[0]["losses"][0]
     for result in results:
         assert result["only_trained_are_optimized"]
         assert result["changed"] == []
@@ -69,17 +69,17 @@ def test_what_was_saved_is_the_model_that_was_trained(
     lora, fp32 = {**NF4, "double_quantization": True}, {"precision": "fp32"}
     job: dict[str, Any] = {"folder": str(tiny_model), "model": {"lora": lora}}
     (whole, _) = on_ranks("train_lora", 2, run=str(tmp_path), strategy={"engine": "fsdp2", **fp32}, **job)
-    ckpt = tmp_path / "checkpoints/step-00000005"
+    ckpt = tmp_path / "checkpoints/step-00000003"
     for form in ("adapter", "merge"):
         (done,) = command(1, ["export", "--ckpt", ckpt, "--out", form, f"--{form}", "--verify"], tmp_path)
         assert (done.code, done.err) == (0, "")
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")  # answers in fp32 on every CPU
     monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: False)  # whose kernel wants widths of n * 32
-    next_loss = torch.no_grad()(lambda model, *rest: [float(step_loss(model, global_batch(5)))])
+    next_loss = torch.no_grad()(lambda model, *rest: [float(step_loss(model, global_batch(3)))])
     monkeypatch.setattr(generate, "answer_batch", next_loss)
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merge")
     found = [generate.chat(str(tmp_path / "adapter"), "2 + 2?"), *next_loss(merged)]
-    assert found == pytest.approx([whole["losses"][5]] * 2, rel=1e-5)
+    assert found == pytest.approx([whole["losses"][3]] * 2, rel=1e-5)
     rounded = AutoModelForCausalLM.from_pretrained(tiny_model)
     for name, layer in rounded.named_modules():
         if type(layer) is nn.Linear and name != "lm_head":

@@ -32,49 +32,49 @@ KINDS: list[dict[str, Any]] = [
 
 
 @pytest.mark.timeout(7200)
-def test_the_whole_job_at_random_moments(tiny_model: Path, tmp_path: Path) -> None:
+def test_the_whole_job_and_one_rank(tiny_model: Path, tmp_path: Path) -> None:
     """It resumes from a verified step, has lost at most one interval, and ends as if nothing had happened."""
     rng, stages = random.Random(20), Counter[str]()
     for number, kind in enumerate(KINDS):
         run = TrackedRun(tiny_model, tmp_path / str(number), **kind)
         for trial in range(number, KILLS_OF_JOBS, len(KINDS)):
-            before = run.newest()
-            if trial < len(PLACES):
-                job = run.start(in_save={"rank": 0, "stage": PLACES[trial], "how": "kill_all", "step": before + 2})
-            else:
-                job = run.kill_at_random(rng)
-            assert [o.code for o in job.wait(90)] == [-9, -9], job.output(0)
-            stages[run.log.with_suffix(".stage-0").read_text().strip()] += 1
-            run.check(before)
-            SURVIVED["kill -9 of the whole job in a save"] += 1
+            _kill_the_job(run, trial, rng, stages)
+        for trial in range(number, KILLS_OF_RANKS, len(KINDS)):
+            _kill_one_rank(run, trial, rng)
         run.finish()
     assert stages["tensors"] >= 1
     assert stages["manifest"] + stages["rename"] >= 1
 
 
-@pytest.mark.timeout(3600)
-def test_one_rank(tiny_model: Path, tmp_path: Path) -> None:
+def _kill_the_job(run: TrackedRun, trial: int, rng: random.Random, stages: Counter[str]) -> None:
+    before = run.newest()
+    if trial < len(PLACES):
+        job = run.start(in_save={"rank": 0, "stage": PLACES[trial], "how": "kill_all", "step": before + 2})
+    else:
+        job = run.kill_at_random(rng)
+    assert [o.code for o in job.wait(90)] == [-9, -9], job.output(0)
+    stages[run.log.with_suffix(".stage-0").read_text().strip()] += 1
+    run.check(before)
+    SURVIVED["kill -9 of the whole job in a save"] += 1
+
+
+def _kill_one_rank(run: TrackedRun, trial: int, rng: random.Random) -> None:
     """The other one ends by itself, in time and not with 0; what is on the disk is as after any kill."""
-    rng = random.Random(21)
-    for number, kind in enumerate(KINDS):
-        run = TrackedRun(tiny_model, tmp_path / str(number), **kind)
-        for trial in range(number, KILLS_OF_RANKS, len(KINDS)):
-            rank, stage = POINTS[trial % len(POINTS)]
-            nth = 1 if trial < len(POINTS) else rng.randint(1, 3)  # the manifest: opened, written, synced
-            if kind["strategy"].get("state_dict") == "full" and (rank, stage) == (1, "tensors"):
-                rank = 0  # which writes everything
-            before = run.newest()
-            harm = {"rank": rank, "stage": stage, "nth": nth, "how": "kill"}
-            job = run.start(in_save={**harm, "step": None if "removal" in stage else before + 2})
-            outcomes = job.wait(90 + COLLECTIVE_TIMEOUT)
-            killed, other = outcomes[rank], outcomes[1 - rank]
-            assert killed.code == -9, killed.output
-            assert other.code not in (0, None), other.output
-            assert other.seconds - killed.seconds < COLLECTIVE_TIMEOUT
-            assert not job.is_alive()
-            run.check(before)
-            SURVIVED["kill -9 of one rank in a save or a removal"] += 1
-        run.finish()
+    rank, stage = POINTS[trial % len(POINTS)]
+    nth = 1 if trial < len(POINTS) else rng.randint(1, 3)  # the manifest: opened, written, synced
+    if run.job["strategy"].get("state_dict") == "full" and (rank, stage) == (1, "tensors"):
+        rank = 0  # which writes everything
+    before = run.newest()
+    harm = {"rank": rank, "stage": stage, "nth": nth, "how": "kill"}
+    job = run.start(in_save={**harm, "step": None if "removal" in stage else before + 2})
+    outcomes = job.wait(90 + COLLECTIVE_TIMEOUT)
+    killed, other = outcomes[rank], outcomes[1 - rank]
+    assert killed.code == -9, killed.output
+    assert other.code not in (0, None), other.output
+    assert other.seconds - killed.seconds < COLLECTIVE_TIMEOUT
+    assert not job.is_alive()
+    run.check(before)
+    SURVIVED["kill -9 of one rank in a save or a removal"] += 1
 
 
 @pytest.mark.timeout(3600)
