@@ -1,8 +1,9 @@
 """The LightningModule for preferences: :class:`CausalLMModule` with another loss, and what that compares with.
 
 The loss of a global batch is (sum over its pairs) / (their number), whatever the ranks, the accumulation and the
-padding. Pairs are compared with the model before training: with adapters, the one below them, in a second forward pass
-of every batch; else every pair once before the first step, kept beside the tokens in the cache.
+padding. Pairs are compared with the model before training, with adapters the one below them: every pair once before
+the first step, kept beside the tokens in the cache. What that cannot be done for goes through the model below the
+adapters in a second forward pass of every batch.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ import hashlib
 import json
 import logging
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_map_only
 
 from lit_fsdp.config.model import PreferenceModelConfig
 from lit_fsdp.config.parser import build
@@ -25,8 +28,9 @@ from lit_fsdp.data.order import FILLER
 from lit_fsdp.errors import require
 from lit_fsdp.host import cache_root, is_first_process, make_once
 from lit_fsdp.metrics.step_metrics import STEP_COUNTS, SumMetric
-from lit_fsdp.models.loss import TokenLoss, sample_losses
-from lit_fsdp.models.packing import model_inputs
+from lit_fsdp.models.lora import base_name, is_adapter
+from lit_fsdp.models.loss import ONE_ROW, TokenLoss, sample_losses
+from lit_fsdp.models.packing import model_inputs, pairs_in_one_row, rows_of_pairs
 from lit_fsdp.models.preference import PAIR_COUNTS, adapters_off, evaluating, pair_metrics, preference_forward
 from lit_fsdp.module import CausalLMModule
 from lit_fsdp.parallel.base import SHARD, EngineStrategy
@@ -46,6 +50,8 @@ class PreferenceModule(CausalLMModule):
 
     config: PreferenceModelConfig
     takes_pairs = True
+    # how they are laid out, one of ways_to_lay_out(), as IsolationProof has found; None: padded, as nobody has looked
+    pair_rows: str | None = None
     _divided_by = len(STEP_COUNTS)
 
     def __init__(self, **kwargs: Any) -> None:
@@ -60,13 +66,35 @@ class PreferenceModule(CausalLMModule):
     def forward(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Log-probabilities of the chosen and rejected completions of a batch, fp32 (2, P), without a graph."""
         assert self.model is not None
-        sums_B, _ = sample_losses(self.model, model_inputs(batch, self.attn_implementation), self._loss_plan)
+        sums_B, _ = sample_losses(self.model, self._inputs(batch), self._loss_plan)
         return -sums_B.view(2, -1)
+
+    def ways_to_lay_out(self) -> tuple[str, ...]:
+        """See :func:`~lit_fsdp.models.packing.rows_of_pairs`; for each length of a row code would be compiled again."""
+        is_fixed = self.trainer.strategy.config.compile or self.config.neftune_alpha  # type: ignore[attr-defined]
+        return ("padded",) if is_fixed else rows_of_pairs(self.model, self.attn_implementation)
+
+    def laid_out(self, batch: Any) -> Any:
+        """A batch with its pairs in one row, if they are to be, and what is counted; best on the host."""
+        is_known = isinstance(batch, Mapping) and ONE_ROW not in batch and {"counts", "attention_mask"} <= batch.keys()
+        is_asked = is_known and self.pair_rows in ("shared", "whole")
+        return pairs_in_one_row(batch, self.pair_rows == "shared") if is_asked else batch
+
+    def counted(self, batch: Any) -> Any:
+        """The batch laid out, too, in memory from which it travels by itself."""
+        return super().counted(tree_map_only(torch.Tensor, torch.Tensor.pin_memory, self.laid_out(batch)))
+
+    def training_step(self, batch: Mapping[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        """The summed loss of the pairs of this rank's micro-batch."""
+        return super().training_step(self.laid_out(batch), batch_idx)
+
+    def _inputs(self, batch: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        return model_inputs(self.laid_out(batch), self.attn_implementation)
 
     def _forward(self, batch: Mapping[str, torch.Tensor]) -> tuple[TokenLoss, list[torch.Tensor]]:
         assert self.model is not None
         assert self._loss_plan is not None
-        config, inputs = self.config.preference, model_inputs(batch, self.attn_implementation)
+        config, inputs = self.config.preference, self._inputs(batch)
         reference = self._reference(batch) if config.has_reference else None
         loss, sums = preference_forward(self.model, inputs, config, self._loss_plan, reference)
         return loss, [sums]
@@ -91,17 +119,17 @@ class PreferenceModule(CausalLMModule):
     def _reference(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Log-probabilities under the model before training, (2, P)."""
         assert self.model is not None
-        if self._has_base:
+        split = "train" if self.trainer.training else "test" if self.trainer.testing else "val"
+        if self._has_base and split not in self._references:
             with adapters_off(self.model), evaluating(self.model):
                 return self(batch)
-        split = "train" if self.trainer.training else "test" if self.trainer.testing else "val"
         return self._references[split][:, batch["row"]]
 
     @functools.cached_property
     def _has_base(self) -> bool:
         """Whether all that is trained are adapters, so that the model before training is still there below them."""
         names = [name for name, param in self.named_parameters() if param.requires_grad]
-        return self.config.lora is not None and all(".lora_" in n or ".modules_to_save." in n for n in names)
+        return self.config.lora is not None and all(map(is_adapter, names))
 
     def on_fit_start(self) -> None:
         """Compute what the loss compares with, unless it is in the cache; a checkpoint is loaded after this."""
@@ -127,31 +155,41 @@ class PreferenceModule(CausalLMModule):
         self._identity = self._identity or checkpoint.get("reference")
 
     def _refer_to(self, split: str) -> None:
-        """Have the log-probabilities of every pair of a split at hand, fp32 (2, pairs); collective."""
-        if not self.config.preference.has_reference or self._has_base or split in self._references:
+        """Have those of all pairs of a split, fp32 (2, pairs); with adapters if all will be seen. Collective."""
+        if not self.config.preference.has_reference or split in self._references:
             return
+        assert self.model is not None
         field, loss = "model.preference.loss", self.config.preference.loss
         fix = "train adapters (model.lora), or set model.preference.loss: orpo | simpo, which need no reference"
         data: Any = getattr(self.trainer, "datamodule", None)
         is_numbered = hasattr(data, "in_order") and not (split == "train" and data.config.streaming)
+        if self._has_base and not is_numbered:
+            return
         require(is_numbered, field, loss, "rows with numbers: of a CausalLMDataModule, and not streamed", fix)
         rows = data.in_order(split)
         if rows is None:
             return
         loader, num_pairs, fingerprint = rows
+        most = self.trainer.max_steps * data.config.global_batch_size if split == "train" else -1
+        if self._has_base and 0 <= most < num_pairs:
+            return
         strategy: Any = self.trainer.strategy
-        self._identity = self._identity or weights_identity(self, strategy)
+        if self._has_base or self._identity is None:
+            self._identity = weights_identity(self, strategy, self._has_base)
         row = getattr(getattr(strategy, "config", None), "precision_config", self.trainer.precision)
         root = Path(data.config.cache_dir).expanduser() if data.config.cache_dir else cache_root()
-        folder = root / "reference" / _hash([fingerprint, self._identity, str(row)])
+        lora = self.config.lora  # packed weights have scales beside them
+        quantized = [lora.quantize, lora.double_quantization] if lora is not None and lora.quantize else []
+        folder = root / "reference" / _hash([fingerprint, self._identity, str(row), *quantized])
         if not strategy.reduce_boolean_decision(folder.is_dir()):
             given = f"{loss} with data.{split}, of which the model before training has seen nothing"
-            is_untrained = self._identity == weights_identity(self, strategy)
+            is_untrained = self._has_base or self._identity == weights_identity(self, strategy)
             require(is_untrained, field, given, "the rows of data.train and data.val of the run", fix)
             if is_first_process():
                 _log.info("%s: %d pairs go through the model before training", field, num_pairs)
             found = torch.zeros(2, num_pairs, device=strategy.root_device)
-            with evaluating(self), self.trainer.precision_plugin.forward_context():
+            without = adapters_off(self.model) if self._has_base else nullcontext()
+            with evaluating(self), without, self.trainer.precision_plugin.forward_context():
                 for batch in loader:
                     is_row, logps = batch["row"] != FILLER, self(strategy.batch_to_device(batch))
                     found[:, batch["row"][is_row]] = logps[:, is_row].float()
@@ -164,9 +202,12 @@ class PreferenceModule(CausalLMModule):
         self._references[split] = torch.from_numpy(np.load(folder / "logps.npy")).to(strategy.root_device)
 
 
-def weights_identity(module: torch.nn.Module, strategy: Any) -> str:
-    """What the weights are, alike on any ranks and engine: of each the sum of its bytes; collective."""
-    named = sorted((clean_name(name), param.detach()) for name, param in module.named_parameters())
+def weights_identity(module: torch.nn.Module, strategy: Any, of_base: bool = False) -> str:
+    """What the weights are, or those below adapters, alike on any ranks and engine: sums of bytes; collective."""
+    found = {clean_name(name): param.detach() for name, param in module.named_parameters()}
+    if of_base:
+        found = {base_name(name): param for name, param in found.items() if not is_adapter(name)}
+    named = sorted(found.items())
     parts = [getattr(param, "_local_tensor", param).reshape(-1).view(torch.uint8) for _, param in named]
     sums = torch.stack([part.sum(dtype=torch.int64) for part in parts]).to(strategy.root_device)
     if isinstance(strategy, EngineStrategy):

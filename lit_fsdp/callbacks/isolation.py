@@ -1,4 +1,4 @@
-"""Proof, before the first step, that the samples of a pack do not see each other in the model as it runs here."""
+"""Proof, before the first step, that the samples of a row do not see each other in the model as it runs here."""
 
 from __future__ import annotations
 
@@ -40,12 +40,38 @@ class IsolationProof(Callback):
     ranks together, in eval mode and without gradients: four forward passes of 64 tokens. The last hidden states of a
     sample must stay bit-equal whatever its neighbors hold. Afterwards random generators and modes are what they were.
     What was proved is remembered in the cache folder by model configuration, attention, dtype, device and versions.
+
+    Pairs of completions go into one row once that is proved, and share prompts where that is, before anything is
+    computed of them; they stay padded rows where it is not.
     """
 
     proves_isolation = True
     """For the data module, which warns where packed rows are trained on without a proof."""
 
     _is_done = False
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Lay pairs of completions out in the first way that is proved, before anything is computed of them."""
+        module: Any = pl_module
+        strategy: Any = trainer.strategy
+        is_asked = getattr(module, "takes_pairs", False) and isinstance(strategy, EngineStrategy)
+        if not is_asked or module.pair_rows is not None:
+            return
+        *ways, module.pair_rows = module.ways_to_lay_out()
+        ids = torch.linspace(0, module.num_embeddings - 1, 64, device=strategy.root_device).long()
+        for way in ways:
+            try:
+                self._prove_once(trainer, {"input_ids": ids}, way == "shared")
+            except ConfigError as refused:
+                if trainer.is_global_zero:
+                    reason = str(refused.given).removeprefix("true, but ")
+                    _log.warning("pairs do not go into one row with %s prompts: %s", way, reason)
+            else:
+                module.pair_rows = way
+                break
+        strategy.reshard()
+
+    on_validation_start = on_test_start = on_predict_start = on_fit_start
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -63,14 +89,21 @@ class IsolationProof(Callback):
             return
         if batch.get("attention_mask") is not None:
             raise _refusal(module, "the batch has a 2-D attention_mask, with which transformers takes a pack for one")
-        path, is_fixed = _remembered_at(trainer.strategy, module), not module.config.trust_remote_code
+        self._prove_once(trainer, batch)
+
+    on_validation_batch_start = on_test_batch_start = on_train_batch_start
+
+    def _prove_once(self, trainer: Trainer, batch: Mapping[str, Any], shares: bool = False) -> None:
+        """Prove it, unless it is remembered, and note it in the run folder."""
+        module: Any = trainer.lightning_module
+        path, is_fixed = _remembered_at(trainer.strategy, module, shares), not module.config.trust_remote_code
 
         def read() -> Any:
             with contextlib.suppress(OSError, ValueError):  # it is proved again
                 return json.loads(path.read_bytes()) if is_fixed else None
 
         remembered = Ranks().first("looking for an earlier proof", read)
-        record = remembered or self.prove(trainer, batch)
+        record = remembered or self.prove(trainer, batch, shares)
         if trainer.is_global_zero:
             if is_fixed and not remembered:
                 with contextlib.suppress(CheckpointError):  # a cache that cannot be written costs the next run a second
@@ -80,12 +113,10 @@ class IsolationProof(Callback):
             write_json(Path(trainer.default_root_dir) / name, record)
             text = "isolation proved for {model_type}, {attn_implementation}, {compute_dtype}: with other neighbors a "
             text += "packed sample changes by {largest_change:.1e} of its size (allowed: {tolerance:g})"
-            print(text.format(**record), file=sys.stderr)
+            print(text.format(**record) + ("; pairs share their prompts" if shares else ""), file=sys.stderr)
 
-    on_validation_batch_start = on_test_batch_start = on_train_batch_start
-
-    def prove(self, trainer: Trainer, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what was measured, for ``isolation.json``; collective.
+    def prove(self, trainer: Trainer, batch: Mapping[str, Any], shares: bool = False) -> dict[str, Any]:
+        """Return what was measured, for ``isolation.json``, of samples or of pairs with a shared prompt; collective.
 
         Raises:
             ConfigError: On every rank: samples see each other, or depend on their position in the pack.
@@ -97,7 +128,7 @@ class IsolationProof(Callback):
             return run_aside(strategy, module, "last_hidden_states", batch)
 
         with untouched(strategy, module):
-            found = gathered(trainer, measure_isolation(states, batch["input_ids"]))
+            found = gathered(trainer, measure_isolation(states, batch["input_ids"], shares))
         change, moved = max(one.change for one in found), max(one.moved for one in found)
         precision, config = strategy.config.precision_config, module.source.hf_config.get_text_config().to_dict()
         experts = [value for name, value in config.items() if "experts" in name and isinstance(value, int)]
@@ -115,6 +146,7 @@ class IsolationProof(Callback):
             "attn_implementation": module.attn_implementation,
             "engine": strategy.config.engine,
             "compute_dtype": compute,
+            "shares_prompts": shares,
             "largest_change": change,
             "tolerance": tolerance,
             "largest_change_when_moved": moved,
@@ -132,13 +164,14 @@ def _refusal(module: Any, reason: str) -> ConfigError:
     )
 
 
-def _remembered_at(strategy: Any, module: Any) -> Path:
+def _remembered_at(strategy: Any, module: Any, shares: bool) -> Path:
     device = strategy.root_device
     parts = [
         module.source.hf_config.to_json_string(use_diff=False),
         module.attn_implementation,
         strategy.config.precision_config.mode,
         device_name(device),
+        *(["shared prompts"] if shares else []),
         *(torch.__version__, transformers.__version__, lit_fsdp.__version__),
     ]
     return cache_root() / "isolation" / f"{hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]}.json"

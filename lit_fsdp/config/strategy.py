@@ -115,13 +115,14 @@ class ActivationConfig:
     """An activation checkpointing mode and its details."""
 
     mode: ActivationMode = "none"
-    """none keeps all; full block inputs; every_n does so in every n-th block; selective matrix products, attention."""
+    """none keeps all; full block inputs, and attention of rows twice as long as heads are wide; every_n does so in
+    every n-th block; selective matrix products, attention."""
     n: int | None = None
     """With every_n: one block in n recomputes; default 2."""
     memory_budget: float | None = None
     """With memory_budget: share of activation memory the compiler may keep, 0 (as full) to 1 (as none); default 0.5."""
     offload_activations: bool = False
-    """Keep activations saved by the blocks, but not what selective keeps, in host memory until the backward pass."""
+    """Keep what blocks save in host memory until the backward pass, what selective keeps from torch 2.15 on."""
 
     def __post_init__(self) -> None:
         for field, mode in (("n", "every_n"), ("memory_budget", "memory_budget")):

@@ -82,7 +82,7 @@ def holds_pairs(formats: Sequence[str], name: str, config: DataConfig) -> bool:
     pairs = "preference" in formats
     given = f"sources of formats {', '.join(formats)}"
     require(not pairs or set(formats) == {"preference"}, name, given, "preference for all of them, or for none")
-    allowed = "false for rows of chosen and rejected: a sample is a pair, padded to the longer of the two"
+    allowed = "false for rows of chosen and rejected: the pairs of a micro-batch are one row as it is"
     require(not (pairs and config.packing), "data.packing", "true", allowed)
     return pairs
 

@@ -21,6 +21,7 @@ Source: PaLM, arXiv:2204.02311, appendix B; Korthikanti et al., arXiv:2205.05198
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -45,6 +46,8 @@ class BlockFlops:
     train_per_token: float
     forward_per_pair: float
     train_per_pair: float
+    kept_from: float
+    """Tokens of a sample from which on recomputed blocks keep what attention gave."""
     window: int | None
     """Keys a query meets at most; None for all before it."""
 
@@ -69,8 +72,9 @@ class ModelFlops:
     def recomputed_flops(self, counts: Mapping[str, float], words: Mapping[str, str]) -> float | None:
         """Operations that activation checkpointing repeats in the backward pass; None if that is not known.
 
-        ``full`` repeats a block; ``selective`` keeps all products by default, so none is repeated; what is kept
-        within a memory budget, only the compiler knows. ``words`` are those by block name; one without repeats nothing.
+        ``full`` repeats a block, attention of short rows only; ``selective`` keeps all products by default, so none is
+        repeated; what is kept within a memory budget, only the compiler knows. ``words`` are those by block name; one
+        without repeats nothing.
         """
         total = 0.0
         for name, block in self.blocks.items():
@@ -78,8 +82,9 @@ class ModelFlops:
             if word not in ("no", "full", "selective"):
                 return None
             if word == "full":
-                pairs = num_pairs(counts, block.window)
-                total += block.forward_per_token * counts["tokens"] + block.forward_per_pair * pairs
+                total += block.forward_per_token * counts["tokens"]
+                if counts["squared_tokens"] < block.kept_from * counts["tokens"]:
+                    total += block.forward_per_pair * num_pairs(counts, block.window)
         return total
 
 
@@ -138,11 +143,13 @@ def _block(block: nn.Module, flows: bool, config: Any, kind: str) -> BlockFlops:
     else:
         dims = 2 * (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
     per_pair = 2.0 * config.num_attention_heads * dims
+    keeps = str(getattr(config, "_attn_implementation", "")).startswith("sdpa")
     return BlockFlops(
         forward_per_token=sum(2 * elements for elements, _ in products),
         train_per_token=_train(products, flows),
         forward_per_pair=per_pair,
         train_per_pair=per_pair * (3 if flows else 1),
+        kept_from=per_pair / 2 if keeps else math.inf,
         window=getattr(config, _WINDOWS[kind], None) if kind in _WINDOWS else None,
     )
 

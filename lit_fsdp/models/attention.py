@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -22,6 +23,9 @@ _OWN_MASKS = "axk2 deepseek_v32 doge gemma4_text gemma4_unified_text glm_moe_dsa
 """Families of transformers (5.24) that cut a mask, or go on from it to one of their own."""
 _running: list[Sequence[int] | None] = []
 """The ``sample_lengths`` of the forward passes that are under way, the innermost last."""
+
+kept_by: list[Any] = []
+"""Contexts in which the blocks that are under way want attention to run, the innermost last."""
 
 
 def is_causal(model: torch.nn.Module) -> bool:
@@ -72,19 +76,43 @@ def _attend(
     dropout: float = 0.0,
     scaling: float | None = None,
     sample_lengths: Sequence[int] | None = None,
+    shared_lengths: Sequence[int] = (),
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of transformers' kind, (B, T, H, D); without ``sample_lengths`` of rows that are one sample each."""
+    """Attention of transformers' kind, (B, T, H, D); without ``sample_lengths`` of rows that are one sample each.
+
+    With ``shared_lengths`` the second half of the samples goes on from so many first tokens of those in the first half.
+    """
     tensors = (query_BHTD, key_BKTD, value_BKTD)
     if torch.is_tensor(attention_mask) or (attention_mask is None and sample_lengths is None):
-        return sdpa_attention_forward(module, *tensors, attention_mask, dropout=dropout, scaling=scaling, **others)
+        out, _ = sdpa_attention_forward(module, *tensors, attention_mask, dropout=dropout, scaling=scaling, **others)
+        return (
+            out * torch.nan if shared_lengths else out
+        ), None  # no mask knows of these, which the proof is to notice
     fits_flash = query_BHTD.dtype != torch.float32 and query_BHTD.shape[-1] == value_BKTD.shape[-1] <= 256
-    if sample_lengths and query_BHTD.is_cuda and fits_flash and not dropout and _has_varlen():
-        return _varlen(tensors, attention_mask, scaling, others["cu_seq_lens_q"], others["max_length_q"]), None
     lengths, options = list(sample_lengths or [query_BHTD.shape[2]]), {"dropout_p": dropout, "scale": scaling}
-    parts: Any = zip(*(x.split(lengths, dim=2) for x in tensors), strict=True)
+    if sample_lengths and query_BHTD.is_cuda and fits_flash and not dropout and _has_varlen():
+        whole = [torch.cat(_samples(x, lengths, shared_lengths), dim=2) if shared_lengths else x for x in tensors[1:]]
+        return _varlen((query_BHTD, *whole), attention_mask, scaling, others), None
+    parts: Any = zip(*(_samples(x, lengths, shared_lengths) for x in tensors), strict=True)
     found = [_banded(part, attention_mask, options) for part in parts]
+    for i, shared in enumerate(shared_lengths, len(found) - len(shared_lengths)):
+        found[i] = found[i][:, :, shared:]
     return torch.cat(found, dim=2).transpose(1, 2).contiguous(), None
+
+
+def _attend_as_asked(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
+    with kept_by[-1] if kept_by else nullcontext():
+        return _attend(*args, **kwargs)
+
+
+def _samples(x_BHTD: torch.Tensor, lengths: list[int], shared_lengths: Sequence[int]) -> list[torch.Tensor]:
+    """Each sample from its first token on."""
+    parts = list(x_BHTD.split(lengths, dim=2))
+    for i, shared in enumerate(shared_lengths):
+        own = i + len(shared_lengths)
+        parts[own] = torch.cat([parts[i][:, :, :shared], parts[own]], dim=2)
+    return parts
 
 
 def _banded(tensors: Sequence[torch.Tensor], window: int | None, options: dict[str, Any]) -> torch.Tensor:
@@ -115,17 +143,19 @@ def _has_varlen() -> bool:
 
 
 def _varlen(
-    tensors: Sequence[torch.Tensor], window: int | None, scaling: float | None, borders: torch.Tensor, longest: int
+    tensors: Sequence[torch.Tensor], window: int | None, scaling: float | None, lengths: dict[str, Any]
 ) -> torch.Tensor:
-    """All samples of a row in one kernel of FlashAttention, which is part of torch."""
+    """All samples of a row in one kernel of FlashAttention, which is part of torch: the last query meets all keys."""
     from torch.nn.attention.varlen import varlen_attn
 
     query, key, value = (x[0].transpose(0, 1) for x in tensors)
     reach = (-1 if window is None else window - 1, 0)
     options: Any = {"scale": scaling, "window_size": reach, "enable_gqa": query.shape[1] != key.shape[1]}
-    out: Any = varlen_attn(query, key, value, borders, borders, longest, longest, **options)
+    borders = lengths["cu_seq_lens_q"], lengths["cu_seq_lens_k"]
+    longest = lengths["max_length_q"], lengths["max_length_k"]
+    out: Any = varlen_attn(query, key, value, *borders, *longest, **options)
     return out[None]
 
 
-AttentionInterface.register(BY_SAMPLE, _attend)
+AttentionInterface.register(BY_SAMPLE, _attend_as_asked)
 AttentionMaskInterface.register(BY_SAMPLE, _mask)

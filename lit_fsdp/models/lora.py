@@ -21,6 +21,7 @@ from transformers.pytorch_utils import Conv1D
 
 from lit_fsdp.config.model import LoraConfig
 from lit_fsdp.errors import ConfigError, require
+from lit_fsdp.models.adapted import apply_one_function
 from lit_fsdp.models.quantize import apply_nf4, pack
 from lit_fsdp.models.weights import Weights, seeded, tied_groups
 
@@ -53,12 +54,12 @@ class LoraWeights:
         Of a quantized layer all of the weight is read, whatever rows of the packed one are asked for.
         """
         if attribute == "weight" and hasattr(module, "quant_state"):
-            packed = pack(self._base.read(_base_name(module_name), module, attribute), module, self._device)
+            packed = pack(self._base.read(base_name(module_name), module, attribute), module, self._device)
             return packed if rows is None else packed[rows].clone()
         parts = module_name.split(".")
         part = next((part for part in parts if part in _ADAPTER_PARTS), None)
         if part is None:
-            return self._base.read(_base_name(module_name), module, attribute, rows)
+            return self._base.read(base_name(module_name), module, attribute, rows)
         if part == "lora_magnitude_vector":
             weight = self._base.read(".".join(parts[: parts.index(part)]), module, "weight").float()
             values = torch.linalg.norm(weight, dim=0 if module.fan_in_fan_out else 1)
@@ -123,6 +124,9 @@ def apply_lora(model: PreTrainedModel, config: LoraConfig, base: str | None = No
     for number in [numbers] if isinstance(numbers, int) else numbers or []:  # peft passes over one that is not there
         given, fits = f"{number}, and no layer of that number has an adapter", any(f".{number}." in n for n in adapted)
         require(fits, f"{_PATH}.peft_args.layers_to_transform", given, "numbers of layers, from 0")
+    for layer in model.modules():
+        if isinstance(layer, peft.tuners.lora.LoraLayer) and type(layer).__name__ in ("Linear", "Linear4bit"):
+            apply_one_function(layer)
     model.train()
     # as peft's save_pretrained writes it, ready for inference
     values = {key: sorted(v) if isinstance(v, set) else v for key, v in settings.to_dict().items()}
@@ -170,7 +174,12 @@ def _inject(model: PreTrainedModel, settings: Any) -> Any:
     return tuner
 
 
-def _base_name(name: str) -> str:
+def is_adapter(name: str) -> bool:
+    """Whether a parameter is of an adapter, or of a copy of a module that is trained whole beside them."""
+    return ".lora_" in name or ".modules_to_save." in name
+
+
+def base_name(name: str) -> str:
     """The name that a module of the base, or a whole copy of it, has in the model without adapters."""
     for inner in (".base_layer", ".original_module", f".modules_to_save.{_ADAPTER}"):
         name = f"{name}.".replace(f"{inner}.", ".").removesuffix(".")

@@ -28,6 +28,9 @@ IGNORED = -100
 """Label of a token that is not supervised, as in ``torch.nn.functional.cross_entropy``."""
 NUM_TARGETS = "num_targets"
 """In a batch, as a plain number: how many labels are supervised. Where it is not known the device is waited for."""
+ONE_ROW = "one_row"
+"""In a batch of padded rows: the same samples as one row without padding, which the model gets in their place, and as
+``taken`` which positions of the flattened rows are its own. All targets are there, and in the same order."""
 CHUNK_BYTES = 96 * 2**20
 """What the fp32 logits of a chunk take by default."""
 _log = logging.getLogger(__name__)
@@ -200,7 +203,10 @@ def token_losses(
     """
     inputs = {name: tensor for name, tensor in batch.items() if name not in ("labels", "padding", NUM_TARGETS)}
     owner: Any = owner_of_head(model)
-    if "padding" in batch and _needs_mask(owner):
+    if ONE_ROW in batch:
+        inputs = dict(batch[ONE_ROW])
+        targets_BT = targets_BT.flatten()[inputs.pop("taken")].unsqueeze(0)
+    elif "padding" in batch and _needs_mask(owner):
         inputs["attention_mask"] = batch["padding"]
     positions_N = target_positions(targets_BT, batch.get(NUM_TARGETS))  # type: ignore[arg-type]  # the one number
     targets_N = targets_BT.flatten()[positions_N]

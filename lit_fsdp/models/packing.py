@@ -1,7 +1,8 @@
 """Packed batches: what each attention backend wants of them, and whether their samples see each other.
 
 Eager, SDPA and FlexAttention of transformers see from ``position_ids`` alone, without an attention mask, where samples
-begin. FlashAttention, and SDPA sample by sample, get all packs as one row and the borders between the sequences.
+begin. FlashAttention, and SDPA sample by sample, get all packs as one row and the borders between the sequences, and
+pairs of completions as such a row too: see :func:`pairs_in_one_row`.
 
 Shapes: B packs, T tokens of each, N samples of all packs, L tokens of each, D hidden size.
 """
@@ -14,12 +15,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from lit_fsdp.models.attention import BY_SAMPLE
-from lit_fsdp.models.loss import NUM_TARGETS, owner_of_head
+from lit_fsdp.models.loss import IGNORED, NUM_TARGETS, ONE_ROW, next_targets, owner_of_head
 
 # what a model, or its loss, may get of a batch
 INPUTS = ("input_ids", "attention_mask", "labels", "position_ids", NUM_TARGETS)
+_BY_BORDERS = ("flash_attention", BY_SAMPLE)
 
 
 def model_inputs(batch: Mapping[str, Any], attn_implementation: str) -> dict[str, Any]:
@@ -29,18 +32,76 @@ def model_inputs(batch: Mapping[str, Any], attn_implementation: str) -> dict[str
     (N + 1,), ``max_length_q`` and ``max_length_k`` as plain numbers; under SDPA sample by sample ``sample_lengths``,
     N plain numbers, too. Under SDPA the mask of rows that are padded on the right, as ours are, is called ``padding``:
     no token sees what comes after it, so that attention needs none.
+
+    Of pairs in one row what the model gets is the item :data:`~lit_fsdp.models.loss.ONE_ROW`, beside the padded rows.
     """
     inputs = {name: value for name, value in batch.items() if name in INPUTS}
     if "counts" in batch and "attention_mask" in inputs and attn_implementation.startswith("sdpa"):
         inputs["padding"] = inputs.pop("attention_mask")
-    if "cu_seq_lens" not in batch or not attn_implementation.startswith(("flash_attention", BY_SAMPLE)):
+    if ONE_ROW in batch:
+        row = batch[ONE_ROW]
+        inputs[ONE_ROW] = {"taken": row["taken"], **model_inputs(row, attn_implementation)}
+    if "cu_seq_lens" not in batch or not attn_implementation.startswith(_BY_BORDERS):
         return inputs
     borders, longest = batch["cu_seq_lens"], int(batch["longest"])
     flat = {name: value.reshape(1, -1) if torch.is_tensor(value) else value for name, value in inputs.items()}
     lengths: dict[str, Any] = {"max_length_q": longest, "max_length_k": longest}
     if attn_implementation == BY_SAMPLE:
         lengths["sample_lengths"] = batch.get("sample_lengths") or tuple(borders.diff().tolist())
-    return {**flat, "cu_seq_lens_q": borders, "cu_seq_lens_k": borders, **lengths}
+    if "shared_lengths" in batch:
+        lengths["shared_lengths"] = batch["shared_lengths"]
+    return {**flat, "cu_seq_lens_q": borders, "cu_seq_lens_k": batch.get("cu_seq_lens_k", borders), **lengths}
+
+
+def rows_of_pairs(model: Any, attn_implementation: str) -> tuple[str, ...]:
+    """How pairs may be laid out for ``model``, the best first: ``shared`` | ``whole``, in one row, and ``padded``.
+
+    A prompt is shared only where attention alone mixes tokens, as far as the configuration tells, with nothing that
+    would differ between two copies of a prompt, and where no router's loss counts it once or twice.
+    """
+    if not attn_implementation.startswith(_BY_BORDERS):
+        return ("padded",)
+    config: dict[str, Any] = model.config.get_text_config().to_dict()
+    is_mixed = getattr(model, "_is_stateful", False) or any(isinstance(m, nn.Conv1d) for m in model.modules())
+    is_known = set(config.get("layer_types") or ()) <= {"full_attention", "sliding_attention"}
+    drops = any("att" in name and "drop" in name and value for name, value in config.items())
+    if attn_implementation != BY_SAMPLE or is_mixed or not is_known or drops or config.get("output_router_logits"):
+        return "whole", "padded"
+    return "shared", "whole", "padded"
+
+
+def pairs_in_one_row(batch: Mapping[str, Any], shares: bool) -> dict[str, Any]:
+    """A padded batch of pairs, on the host, with all samples in one row as :data:`~lit_fsdp.models.loss.ONE_ROW`.
+
+    The chosen samples come one after another, then the rejected ones. With ``shares`` a rejected sample is without the
+    tokens that its chosen one begins with too and after which neither has a target, and goes on from there:
+    ``shared_lengths`` are their numbers. ``counts`` are then of what is computed.
+    """
+    ids_BT, mask_BT = batch["input_ids"], batch["attention_mask"].bool()
+    num_pairs, ends_B = len(ids_BT) // 2, mask_BT.sum(dim=1)
+    begins_B = torch.zeros_like(ends_B)
+    if shares:
+        is_target_BT = next_targets(batch) != IGNORED
+        is_own_PT = (ids_BT[:num_pairs] != ids_BT[num_pairs:]) | is_target_BT.view(2, num_pairs, -1).any(dim=0)
+        shared_P = (is_own_PT.cumsum(dim=1) == 0).sum(dim=1)
+        begins_B[num_pairs:] = shared_P.minimum(ends_B.view(2, -1).amin(dim=0) - 1)
+    positions_T = torch.arange(ids_BT.shape[1], device=ids_BT.device)
+    taken_N = (mask_BT & (positions_T >= begins_B[:, None])).flatten().nonzero().squeeze(1)
+    sizes_B, longest = ends_B - begins_B, int(ends_B.max())
+    borders, borders_k = (F.pad(size_B.cumsum(0), (1, 0)).int() for size_B in (sizes_B, ends_B))
+    row = {
+        "taken": taken_N,
+        "input_ids": ids_BT.flatten()[taken_N].unsqueeze(0),
+        "position_ids": (taken_N % ids_BT.shape[1]).unsqueeze(0),
+        **{"cu_seq_lens": borders, "longest": 1 << (longest - 1).bit_length()},
+        "sample_lengths": tuple(sizes_B.tolist()),
+    }
+    if begins_B.any():
+        row |= {"cu_seq_lens_k": borders_k, "shared_lengths": tuple(begins_B[num_pairs:].tolist())}
+    tokens, samples, _, squared_tokens = batch["counts"]
+    num_taken = torch.tensor(len(taken_N), device=ids_BT.device)
+    counts = torch.stack([tokens - begins_B.sum(), samples, num_taken, squared_tokens - begins_B.square().sum()])
+    return {**batch, "counts": counts, ONE_ROW: row}
 
 
 def last_hidden_states(model: nn.Module, batch: Mapping[str, Any], attn_implementation: str) -> torch.Tensor:
@@ -62,6 +123,7 @@ def last_hidden_states(model: nn.Module, batch: Mapping[str, Any], attn_implemen
 
 
 _NUM_SAMPLES, _LENGTH = 4, 16  # of the proof: as few as show everything that tells samples apart
+_SHARED = 7  # tokens of the prompts that pairs share there
 
 
 @dataclass(frozen=True)
@@ -89,11 +151,25 @@ def proof_batch(ids_NL: torch.Tensor) -> dict[str, Any]:
     }
 
 
-def measure_isolation(states: Callable[[Mapping[str, Any]], torch.Tensor], ids: torch.Tensor) -> Isolation:
+def _sharing_batch(ids_NL: torch.Tensor) -> dict[str, Any]:
+    """Two chosen samples and two rejected ones as a row in which prompts are shared."""
+    labels_NL = ids_NL.clone()
+    labels_NL[:, : _SHARED + 1] = IGNORED
+    padded = {"input_ids": ids_NL, "labels": labels_NL, "attention_mask": torch.ones_like(ids_NL)}
+    row: dict[str, Any] = pairs_in_one_row({**padded, "counts": torch.zeros(4, dtype=torch.int64)}, True)[ONE_ROW]
+    return row
+
+
+def measure_isolation(
+    states: Callable[[Mapping[str, Any]], torch.Tensor], ids: torch.Tensor, shares: bool = False
+) -> Isolation:
     """Look at what changes in a sample when its neighbors do, in four forward passes of 64 tokens each.
 
     Every second sample gets other tokens, then the others, so that each neighbor on each side is changed once.
     ``states`` gives last hidden states (B, T, D) of a packed batch; ``ids``, of any shape, are some of training.
+
+    With ``shares`` the samples are two pairs that share their prompts, of which one side gets another completion. Those
+    that have changed places are then whole, so that the change says what sharing does, too.
     """
     num_ids = _NUM_SAMPLES * _LENGTH
     ids_NL = ids.flatten().repeat(-(-num_ids // ids.numel()))[:num_ids].reshape(_NUM_SAMPLES, _LENGTH)
@@ -101,9 +177,18 @@ def measure_isolation(states: Callable[[Mapping[str, Any]], torch.Tensor], ids: 
     known = ids_NL.unique()
     shifted = (torch.searchsorted(known, ids_NL) + len(known) // 2) % len(known)
     other_NL = known[shifted] if len(known) > 1 else torch.where(ids_NL > 0, ids_NL - 1, ids_NL + 1)
+    is_first_N = torch.arange(_NUM_SAMPLES, device=ids.device) % 2 == 0
+    if shares:
+        ids_NL = torch.cat([ids_NL[:2], torch.cat([ids_NL[:2, :_SHARED], ids_NL[2:, _SHARED:]], dim=1)])
+        other_NL = torch.cat([ids_NL[:, :_SHARED], other_NL[:, _SHARED:]], dim=1)
+        is_first_N = is_first_N[[0, 1, 3, 2]]
 
-    def run(ids_NL: torch.Tensor) -> torch.Tensor:
-        return states(proof_batch(ids_NL)).reshape(_NUM_SAMPLES, -1).double()
+    def run(ids_NL: torch.Tensor, shares: bool = shares) -> torch.Tensor:
+        if not shares:
+            return states(proof_batch(ids_NL)).reshape(_NUM_SAMPLES, -1).double()
+        found_ND = states(_sharing_batch(ids_NL))[0].double()
+        chosen, own = found_ND[: 2 * _LENGTH].unflatten(0, (2, -1)), found_ND[2 * _LENGTH :].unflatten(0, (2, -1))
+        return torch.cat([chosen, torch.cat([chosen[:, :_SHARED], own], dim=1)]).flatten(1)
 
     before_ND = run(ids_NL)
 
@@ -111,10 +196,10 @@ def measure_isolation(states: Callable[[Mapping[str, Any]], torch.Tensor], ids: 
         size_N = before_ND.norm(dim=1).clamp(min=1e-300)
         return ((after_ND - before_ND).norm(dim=1) / size_N).nan_to_num(nan=float("inf"))
 
-    is_even_N, change, is_blind = torch.arange(_NUM_SAMPLES, device=ids.device) % 2 == 0, 0.0, False
-    for is_kept_N in (is_even_N, ~is_even_N):
+    change, is_blind = 0.0, False
+    for is_kept_N in (is_first_N, ~is_first_N):
         found_N = difference(run(torch.where(is_kept_N[:, None], ids_NL, other_NL)))
         change = max(change, float(found_N[is_kept_N].max()))
         is_blind |= bool((found_N[~is_kept_N] == 0).any())
     swapped = [1, 0, 3, 2]
-    return Isolation(change, float(difference(run(ids_NL[swapped])[swapped]).max()), is_blind)
+    return Isolation(change, float(difference(run(ids_NL[swapped], False)[swapped]).max()), is_blind)

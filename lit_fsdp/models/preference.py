@@ -59,16 +59,17 @@ def preference_forward(
         targets_BT = torch.cat([every_BT.chunk(2)[0], completion_BT.chunk(2)[1]])
     nll_N, _, correct_N, router = token_losses(model, batch, targets_BT, plan, each=True)
     nll_BT = by_position(nll_N, targets_BT)
-    logps_2P = -nll_BT.masked_fill(completion_BT == IGNORED, 0).sum(dim=1).view(2, -1)[:, is_pair_P]
-    counts_2P = (completion_BT != IGNORED).sum(dim=1).view(2, -1)[:, is_pair_P]
-    reference = None if reference_2P is None else reference_2P[:, is_pair_P]
-    loss_P, rewards_2P = pair_losses(config, logps_2P, counts_2P, reference)
-    chosen_PT = targets_BT.chunk(2)[0][is_pair_P]
-    nll_P = nll_BT.chunk(2)[0][is_pair_P].sum(dim=1) / (chosen_PT != IGNORED).sum(dim=1)
+    # a filler's are any numbers: to leave it out by an index, the host would wait for the device
+    logps_2P = -nll_BT.masked_fill(completion_BT == IGNORED, 0).sum(dim=1).view(2, -1)
+    logps_2P = logps_2P.masked_fill(~is_pair_P, -1.0)
+    counts_2P = (completion_BT != IGNORED).sum(dim=1).view(2, -1).clamp(min=1)
+    loss_P, rewards_2P = pair_losses(config, logps_2P, counts_2P, reference_2P)
+    nll_P = nll_BT.chunk(2)[0].sum(dim=1) / (targets_BT.chunk(2)[0] != IGNORED).sum(dim=1).clamp(min=1)
     if config.loss == "orpo":
         loss_P = loss_P + nll_P
+    loss_P = loss_P.masked_fill(~is_pair_P, 0)
     found = (is_pair_P, loss_P, *rewards_2P, rewards_2P[0] > rewards_2P[1], *logps_2P, nll_P)
-    sums = torch.stack([term.detach().double().sum() for term in found])
+    sums = torch.stack([term.detach().double().masked_fill(~is_pair_P, 0).sum() for term in found])
     loss = loss_P.sum() if router is None else loss_P.sum() + router * is_pair_P.sum()
     return TokenLoss(loss, (completion_BT != IGNORED).sum(), nll_N.detach().sum(), correct_N.sum()), sums
 

@@ -81,7 +81,22 @@ def as_loaded(compute_dtype: torch.dtype, double_quantization: bool) -> BitsAndB
     return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=compute_dtype, **kind)
 
 
-def give_shapes(layer: Any) -> None:
+def is_nf4(layer: Any) -> bool:
+    """Whether a layer is one of those that :func:`apply_nf4` makes, and no more than that."""
+    return hasattr(layer, "quant_state") and type(layer) is _layer_class()
+
+
+def multiply(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, quant_state: Any) -> torch.Tensor:
+    """The product of a quantized layer, as bitsandbytes computes it."""
+    return _bitsandbytes().matmul_4bit(x, packed, quant_state=quant_state, bias=bias)
+
+
+def unpacked(packed: torch.Tensor, quant_state: Any) -> torch.Tensor:
+    """The weight of a quantized layer, of shape (outputs, inputs)."""
+    return _bitsandbytes().functional.dequantize_4bit(packed.view(-1, 1), quant_state)
+
+
+def give_shapes(layer: Any, dtype: torch.dtype) -> None:
     """Tell a layer how its weight is unpacked, in tensors that have no values, where nothing is read."""
     numel = layer.in_features * layer.out_features
     scales = torch.empty(math.ceil(numel / _BLOCK))
@@ -91,9 +106,10 @@ def give_shapes(layer: Any) -> None:
     layer.quant_state = library.functional.QuantState(scales, shape, torch.empty(16), **kind)
 
     def forward(x: torch.Tensor) -> torch.Tensor:
-        bias = None if layer.bias is None else layer.bias.to(x.dtype)
-        return library.matmul_4bit(x, layer.weight, quant_state=layer.quant_state, bias=bias)
+        bias = None if layer.bias is None else layer.bias.to(dtype)
+        return multiply(x.to(dtype), layer.weight, bias, layer.quant_state)
 
+    forward.only_has_shapes = True  # type: ignore[attr-defined]
     layer.forward = forward  # its own makes a Params4bit of what was gathered, which a tensor without values refuses
 
 

@@ -17,23 +17,32 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from lit_fsdp.config.strategy import ActivationConfig
+from lit_fsdp.models.attention import BY_SAMPLE, kept_by
 from lit_fsdp.parallel.units import UnitPlan
 
 BACKEND = "inductor"  # of torch.compile; any name that it knows
-# Matrix products, attention, collectives; which of them exist depends on the build of torch.
-_KEPT_OPS = """
-aten.mm aten.addmm aten.bmm aten.baddbmm aten._scaled_mm aten._grouped_mm aten._scaled_grouped_mm aten.convolution
+# Which of these exist depends on the build of torch.
+_ATTENTION_OPS = """
 aten._scaled_dot_product_flash_attention aten._scaled_dot_product_flash_attention_for_cpu
 aten._scaled_dot_product_efficient_attention aten._scaled_dot_product_cudnn_attention
 aten._scaled_dot_product_fused_attention_overrideable aten._flash_attention_forward aten._efficient_attention_forward
-torch_attn._varlen_attn higher_order.flex_attention _c10d_functional.all_reduce _c10d_functional.reduce_scatter_tensor
-_c10d_functional.all_gather_into_tensor _c10d_functional.all_to_all_single
+torch_attn._varlen_attn higher_order.flex_attention
+""".split()
+# Matrix products and collectives, which selective keeps too.
+_PRODUCT_OPS = """
+aten.mm aten.addmm aten.bmm aten.baddbmm aten._scaled_mm aten._grouped_mm aten._scaled_grouped_mm aten.convolution
+_c10d_functional.all_reduce _c10d_functional.reduce_scatter_tensor _c10d_functional.all_gather_into_tensor
+_c10d_functional.all_to_all_single
 """.split()
 # Before torch 2.15 what is kept passes host copies by, and stays on the device: delete when the minimum is 2.15.
 _OFFLOADS_KEPT: Any = dict.fromkeys({"respect_saved_tensors_hooks"} & signature(checkpoint).parameters.keys(), True)
+
+_hosts: list[Any] = []  # what copies to the host, of the blocks that are under way
 
 
 def prepare_blocks(blocks: Iterable[nn.Module], config: ActivationConfig, compile: bool = False) -> None:
@@ -52,7 +61,7 @@ def prepare_blocks(blocks: Iterable[nn.Module], config: ActivationConfig, compil
         forward: Any = getattr(block.forward, "_original", block.forward)
         original, words = forward, what
         if what in ("full", "selective"):
-            forward = _recomputed(block, forward, _kept_ops(block) if what == "selective" else [])
+            forward = _recomputed(block, forward, what)
         if backend is not None:
             forward = torch.compile(forward, backend=backend)
         if config.offload_activations:
@@ -81,8 +90,9 @@ def recompute_by_unit(plan: UnitPlan) -> dict[str, str]:
     return found | {unit: f"{count} blocks {word}" for (unit, word), count in inside.items() if word != "no"}
 
 
-def _kept_ops(block: nn.Module) -> list[Any]:
-    found = [getattr(getattr(torch.ops, space), op, None) for space, op in (name.split(".") for name in _KEPT_OPS)]
+def _kept_ops(block: nn.Module, what: str) -> list[Any]:
+    names = [*_ATTENTION_OPS, *(_PRODUCT_OPS if what == "selective" else [])]
+    found = [getattr(getattr(torch.ops, space), op, None) for space, op in (name.split(".") for name in names)]
     kept = [getattr(op, "default", op) for op in found if op is not None]
     if any(getattr(module, "has_bias", False) is True for module in block.modules()):
         # transformers adds the biases of experts (GPT-OSS) to these in place, and what is kept must not change
@@ -98,21 +108,97 @@ def _in_training(block: nn.Module, forward: Callable[..., Any], changed: Callabl
     return call
 
 
-def _recomputed(block: nn.Module, forward: Callable[..., Any], keep: list[Any]) -> Callable[..., Any]:
+def _recomputed(block: nn.Module, forward: Callable[..., Any], what: str) -> Callable[..., Any]:
+    keep = _kept_ops(block, what)
+    attends = {getattr(getattr(m, "config", None), "_attn_implementation", None) for m in block.modules()} - {None}
+    has_ops = not attends or bool(attends & {"sdpa", BY_SAMPLE})  # others attend by operators that are not torch's
+
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
-        if not keep:
-            return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-        # put together here and not outside: the compiler must see the parts
-        contexts: Any = functools.partial(create_selective_checkpoint_contexts, list(keep))
-        return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **_OFFLOADS_KEPT, **kwargs)
+        options: dict[str, Any] = {}
+        if what == "selective":
+            # put together here and not outside: the compiler must see the parts
+            contexts: Any = functools.partial(create_selective_checkpoint_contexts, list(keep))
+            options = {"context_fn": contexts, **_OFFLOADS_KEPT}
+        elif has_ops and not torch.compiler.is_compiling():
+            options = {"context_fn": lambda: (_AttentionKept(keep, BY_SAMPLE in attends),) * 2}
+        return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
 
     return _in_training(block, forward, checkpointed)
 
 
+class _AttentionKept:
+    """The context of a recomputed region in both passes: attention's results of the first are those of the second.
+
+    Torch's own for chosen operators sees all of the region, which slows it down, and allows for one backward pass.
+    Where ``is_called`` by lit_fsdp's attention, this sees the operators of that alone.
+    """
+
+    def __init__(self, ops: list[Any], is_called: bool) -> None:
+        self._mode, self._is_called = _Keeping(ops), is_called
+
+    def __enter__(self) -> None:
+        self._mode.position = 0
+        if self._is_called:
+            kept_by.append(self._mode)
+        else:
+            self._mode.__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        if self._is_called:
+            kept_by.pop()
+        else:
+            self._mode.__exit__(*raised)
+
+
+class _Keeping(TorchDispatchMode):
+    supports_higher_order_operators = True
+
+    def __init__(self, ops: list[Any]) -> None:
+        super().__init__()
+        self._pack: Any = _hosts[-1].pack_hook if _hosts else torch.Tensor.detach
+        self._unpack: Any = _hosts[-1].unpack_hook if _hosts else torch.Tensor.detach
+        self._ops, self._kept, self.position = ops, list[Any](), 0
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if op not in self._ops or not _is_worth_keeping(op, args, kwargs):
+            return op(*args, **kwargs)
+        self.position += 1
+        if self.position <= len(self._kept):
+            return tree_map_only(functools.partial, lambda again: again().detach(), self._kept[self.position - 1])
+        out = op(*args, **kwargs)
+        self._kept.append(tree_map_only(torch.Tensor, self._keep, out))
+        return out
+
+    def _keep(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        return functools.partial(self._unpack, self._pack(tensor.detach()))
+
+
+def _is_worth_keeping(op: Any, args: Any, kwargs: Any) -> bool:
+    """Whether rows are twice as long as all heads are wide: of shorter ones attention is cheap, for what it takes.
+
+    What draws random numbers is not: those after it are the same only if it is computed again.
+    """
+    arguments = op._schema.arguments if hasattr(op, "_schema") else ()
+    place = next((i for i, argument in enumerate(arguments) if argument.name == "dropout_p"), len(args))
+    query = args[0]  # (B, H, T, D), or (N, H, D) of samples side by side, the longest of which is the sixth argument
+    num_tokens = query.shape[2] if query.dim() == 4 else args[5]
+    drops = kwargs.get("dropout_p", args[place] if place < len(args) else 0)
+    return not drops and num_tokens >= 2 * query.shape[1] * query.shape[-1]
+
+
 def _offloaded(block: nn.Module, forward: Callable[..., Any], pin_memory: bool) -> Callable[..., Any]:
     def offloaded(*args: Any, **kwargs: Any) -> Any:
-        with _SaveOnHost(block, pin_memory):
-            return forward(*args, **kwargs)
+        _hosts.append(_SaveOnHost(block, pin_memory))
+        try:
+            with _hosts[-1]:
+                return forward(*args, **kwargs)
+        finally:
+            _hosts.pop()
 
     return _in_training(block, forward, offloaded)
 

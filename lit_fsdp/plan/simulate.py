@@ -39,7 +39,7 @@ from lit_fsdp.models.quantize import give_shapes
 from lit_fsdp.models.resolve import resolve_architecture
 from lit_fsdp.parallel.activation import prepare_blocks
 from lit_fsdp.parallel.fully_sharded import apply_fully_shard, unit_options
-from lit_fsdp.parallel.precision import TORCH_DTYPES, cast_inputs, cast_parameters
+from lit_fsdp.parallel.precision import TORCH_DTYPES, cast_parameters
 from lit_fsdp.parallel.units import plan_for, quantized_layers
 
 _BLOCKS = 3  # of the first, input and output may differ from those of the others
@@ -210,8 +210,7 @@ def _simulate(hf_config: Any, run: RunConfig, strategy: StrategyConfig) -> _Watc
         holder.to_empty(device="cpu")
         model.tie_weights()
         for layer in quantized_layers(holder).values():
-            give_shapes(layer)
-            cast_inputs(layer, TORCH_DTYPES[row.compute])
+            give_shapes(layer, TORCH_DTYPES[row.compute])
         root = holder
         if strategy.is_sharded:
             on_device = dataclasses.replace(strategy, cpu_offload=False)

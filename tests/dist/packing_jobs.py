@@ -25,12 +25,12 @@ class Proofs(IsolationProof):
         super().__init__()
         self.records: list[dict[str, Any]] = []
 
-    def prove(self, trainer: Trainer, batch: Any) -> dict[str, Any]:
+    def prove(self, trainer: Trainer, batch: Any, shares: bool = False) -> dict[str, Any]:
         """As the callback does, and remembers; also whether it left random numbers and modes alone."""
         before, seen = torch.get_rng_state(), []
         embedding: Any = trainer.lightning_module.model.get_input_embeddings()  # type: ignore[union-attr, operator]
         hook = embedding.register_forward_hook(lambda module, args, out: seen.append(args[0].numel()))
-        record = super().prove(trainer, batch)
+        record = super().prove(trainer, batch, shares)
         hook.remove()
         same = torch.equal(before, torch.get_rng_state())
         is_training = all(child.training for child in trainer.lightning_module.model.modules())

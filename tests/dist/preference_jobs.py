@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ from lightning.pytorch import Trainer
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lit_fsdp import CausalLMDataModule, Checkpoint, PreferenceModule
+from lit_fsdp import CausalLMDataModule, Checkpoint, IsolationProof, PreferenceModule
+from lit_fsdp.metrics.step_metrics import step_counts
 from tests.dist.jobs import Losses, fit
 
 BETA, GLOBAL_BATCH, LEARNING_RATE = 0.3, 4, 1e-3
@@ -50,9 +52,12 @@ def train_pairs(
     model: dict[str, Any] | None = None,
     data: dict[str, Any] | None = None,
     ckpt_path: str | None = None,
+    seed: int = 3,
 ) -> dict[str, Any]:
     """Train in file order; what each step logged, the state at the end, and the references in the cache."""
     place, logged = Path(run).parent, Logged()
+    place.mkdir(exist_ok=True)
+    os.environ["LIT_FSDP_CACHE"] = str(place / "proofs")
     (place / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pair_rows()))
     module = PreferenceModule(**{"name": folder, "optim": OPTIM, "preference": {"beta": BETA}, **(model or {})})
     options = {"train": str(place / "pairs.jsonl"), "cache_dir": str(place / "cache"), "shuffle": False}
@@ -60,16 +65,18 @@ def train_pairs(
     _, found = fit(
         module,
         {"precision": "fp32", **strategy},
-        [logged, Checkpoint(every_steps=2, keep_last=-1)],
+        [logged, IsolationProof(), Checkpoint(every_steps=2, keep_last=-1)],
         CausalLMDataModule(**options),
         ckpt_path,
         steps,
-        seed=3,
+        seed=seed,
         default_root_dir=run,
     )
     cached = (place / "cache").glob("reference/**/*.npy")
     references = {str(path): path.stat().st_mtime_ns for path in cached}  # and when each was written
-    return {"steps": logged.steps, "digest": found["digest"], "references": references}
+    counts = step_counts(module.step_totals.tolist())
+    rows = {"rows": module.pair_rows, "tokens": counts["tokens"], "slots": counts["slots"]}
+    return {"steps": logged.steps, "digest": found["digest"], "references": references, **rows}
 
 
 def plain_dpo(folder: str, steps: int = 10) -> list[dict[str, float]]:

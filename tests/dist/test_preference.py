@@ -34,6 +34,8 @@ def test_losses_and_rewards_are_those_of_a_plain_loop(tiny_model: Path, tmp_path
         assert worst(found["steps"], wanted) < 2e-5, (engine, micro)
         first, last = found["steps"][0], found["steps"][-1]
         assert first["loss"] == pytest.approx(math.log(2), abs=1e-6)
+        assert found["rows"] == "shared"
+        assert found["tokens"] == found["slots"]
         assert last["rewards/margins"] > 0.5
         assert last["rewards/accuracies"] == 1
         kept = kept or found["references"]
@@ -49,16 +51,34 @@ def test_losses_and_rewards_are_those_of_a_plain_loop(tiny_model: Path, tmp_path
 def test_with_adapters_the_reference_is_what_lies_below_them(
     tiny_model: Path, tmp_path: Path, engine: str, model: dict[str, Any]
 ) -> None:
-    """Each step sees all twelve pairs, so what they are compared with must stay the first step's model."""
+    """Each step sees all twelve pairs, so what they are compared with must stay the first step's model.
+
+    It is in the cache for any ranks, engine or seed and a resume, but not where fewer pairs are seen than there are.
+    """
     data = {"global_batch_size": 12}
     job: dict[str, Any] = {"folder": str(tiny_model), "steps": 4, "model": model, "data": data}
     recompute = {"engine": engine, "activation_checkpointing": "none" if engine == "ddp" else "full"}
     found = on_ranks("train_pairs", 2, run=str(tmp_path / "a"), strategy=recompute, **job)[0]["steps"]
     (alone,) = on_ranks("train_pairs", 1, run=str(tmp_path / "b"), strategy={"engine": "single"}, **job)
     assert worst(found, alone["steps"]) < 2e-5
-    assert alone["references"] == {}  # nothing is computed before
-    assert found[0]["loss"] == pytest.approx(math.log(2), abs=1e-7)
-    assert found[0]["rewards/margins"] == 0
+    assert len(alone["references"]) == 1
+    (resumed,) = on_ranks(
+        "train_pairs",
+        1,
+        run=str(tmp_path / "c"),
+        strategy={"engine": "single"},
+        seed=4,
+        ckpt_path=str(tmp_path / "a/checkpoints/step-00000002"),
+        **job,
+    )
+    assert resumed["references"] == alone["references"]
+    assert worst(resumed["steps"], found[2:]) < 2e-5
+    few = {"strategy": {"engine": "single"}, **job, "steps": 2, "data": {"global_batch_size": 4}}
+    (below,) = on_ranks("train_pairs", 1, run=str(tmp_path / "few" / "d"), **few)
+    assert below["references"] == {}
+    assert below["steps"][0]["rewards/margins"] == 0
+    assert found[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert found[0]["rewards/margins"] == pytest.approx(0, abs=1e-5)
     assert found[-1]["rewards/margins"] > 0.05
     for step in found:
         for side in ("chosen", "rejected"):

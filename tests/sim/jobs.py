@@ -14,7 +14,16 @@ from lightning.pytorch.accelerators import Accelerator
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchmetrics import SumMetric
 
-from lit_fsdp import CausalLMDataModule, CausalLMModule, Checkpoint, EMAWeights, Samples, fsdp_strategy
+from lit_fsdp import (
+    CausalLMDataModule,
+    CausalLMModule,
+    Checkpoint,
+    EMAWeights,
+    IsolationProof,
+    PreferenceModule,
+    Samples,
+    fsdp_strategy,
+)
 from lit_fsdp.callbacks import progress, records, stop, throughput
 from lit_fsdp.checkpoint import store
 from lit_fsdp.checkpoint.storage import gather_whole
@@ -120,11 +129,15 @@ def waits(
 ) -> dict[str, Any]:
     """What the host waits for in each of the two micro-batches of the third of four steps."""
     start(world)
+    kind = PreferenceModule if "preference" in model else Module
+    optim = {"optim": {"lr": 3e-3}} if kind is PreferenceModule else {}
     if shares_buffer:  # as on a CPU
         fsdp2.is_accelerator = lambda device: False
     watch = Watch()
     options = {"max_steps": 4, "limit_val_batches": 0, "enable_checkpointing": False}
     with device.Device():
-        data = data_for(run, world, train=f"generated:{8 * world}")
-        trainer_for(run, world, strategy, [watch], **options).fit(Module(name=folder, **model), datamodule=data)
-    return {"waits": watch.waits[4:6], "races": device.RACES}
+        data = data_for(run, world, train=f"generated:{12 * world}")
+        module: Any = kind(name=folder, **optim, **model)
+        trainer_for(run, world, strategy, [IsolationProof(), watch], **options).fit(module, datamodule=data)
+    rows = getattr(module, "pair_rows", None)
+    return {"waits": watch.waits[4:6], "races": device.RACES, "rows": rows}

@@ -67,6 +67,7 @@ WAITING = {
     "fsdp2": {"strategy": {"engine": "fsdp2", "precision": "mixed"}, "world": 2},
     "fsdp1": {"strategy": {"engine": "fsdp1"}},
     "single": {"strategy": {"engine": "single"}},
+    "pairs": {"strategy": {"engine": "fsdp2", "precision": "mixed"}, "world": 2, "preference": {"loss": "dpo"}},
 }
 
 
@@ -75,6 +76,7 @@ def test_the_host_waits_once_per_step(case: dict[str, Any], folder: str, tmp_pat
     found = run(folder, tmp_path, "waits", **case)
     inside, at_step = found["waits"]
     assert (found["races"], inside) == ([], {})
+    assert found["rows"] == ("shared" if "preference" in case else None)
     assert [(what.partition(" <")[0], count) for what, count in at_step.items()] == [("tolist", 1)]
 
 

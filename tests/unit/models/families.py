@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from lit_fsdp.models.attention import by_sample
 from lit_fsdp.models.miniature import shrink
 from lit_fsdp.models.tokenizers import miniature_tokenizer
 
@@ -35,3 +37,17 @@ def saved(model_type: str, folder: Path) -> PreTrainedModel:
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(tiny(model_type)).save_pretrained(folder)
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def random_model(family: str, is_split: bool = False, **changes: Any) -> Any:
+    """A tiny model in which much depends on attention, which goes sample by sample if it is split."""
+    config = tiny(family)
+    config.update({"use_cache": False, **changes})
+    torch.manual_seed(0)
+    model: Any = AutoModelForCausalLM.from_config(config).eval()
+    if is_split:
+        by_sample(model, True)
+    for param in model.parameters():
+        if param.ndim > 1:  # else attention is nearly uniform, and nothing much depends on anything
+            torch.nn.init.normal_(param, std=0.15)
+    return model

@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoModelForCausalLM, masking_utils
+from transformers import masking_utils
 
 from lit_fsdp.data.batches import collate, collate_packs
 from lit_fsdp.models.attention import by_sample
 from lit_fsdp.models.loss import causal_lm_forward, plan_loss, sample_losses
 from lit_fsdp.models.packing import Isolation, last_hidden_states, measure_isolation, model_inputs
 from tests.unit.models.families import FAMILIES as FAMILIES_OF_ALL
-from tests.unit.models.families import FEW, tiny
+from tests.unit.models.families import FEW, random_model
 
 LENGTHS = [[5, 17, 9, 3], [14, 2, 8, 12]]  # of 40 tokens: padding at the end of both packs
 
@@ -52,19 +52,6 @@ def test_flash_attention_gets_one_row_and_its_borders():
     assert set(model_inputs(batch, "flash_attention_2")) == {"input_ids", "labels", "position_ids"}  # padded
 
 
-def _model(family: str, is_split: bool = False, **changes: Any) -> Any:
-    config = tiny(family)
-    config.update({"use_cache": False, **changes})
-    torch.manual_seed(0)
-    model: Any = AutoModelForCausalLM.from_config(config).eval()
-    if is_split:
-        by_sample(model, True)
-    for param in model.parameters():
-        if param.ndim > 1:  # else attention is nearly uniform, and nothing much depends on anything
-            torch.nn.init.normal_(param, std=0.15)
-    return model
-
-
 def _isolation(model: Any) -> Isolation:
     attention = model.config._attn_implementation
     return measure_isolation(lambda batch: last_hidden_states(model, batch, attention), _batch()["input_ids"])
@@ -88,7 +75,7 @@ def test_packed_is_as_alone_in_fp32():
     """By a mask over the pack and sample by sample, with windows and chunks that are shorter than samples too."""
     for family, changes in FAMILIES.items():
         for is_split in (False, True):
-            model, batch = _model(family, is_split, **changes), _batch()
+            model, batch = random_model(family, is_split, **changes), _batch()
             attention, isolation = model.config._attn_implementation, _isolation(model)
             assert attention == ("sdpa_by_sample" if is_split else "sdpa"), family
             # experts take all tokens together: other shapes, other kernels
@@ -133,7 +120,7 @@ def test_nothing_grows_with_the_square_of_a_pack_or_row():
         for batch in (packed, padded):
             grads = []
             for is_split in (True, False):
-                model = _model(family, is_split, max_position_embeddings=tokens, **changes)
+                model = random_model(family, is_split, max_position_embeddings=tokens, **changes)
                 attention = model.config._attn_implementation
                 with _Largest(tokens) as largest:
                     inputs = model_inputs(batch, attention)
@@ -154,7 +141,7 @@ def test_rows_without_a_mask_and_packs_by_sample_are_as_with_a_mask(families: tu
     padded, packed, num_split = collate(rows, 0), collate_packs([rows[:2], rows[2:]], 32, 0), 0
     for family in families:
         try:
-            model = _model(family)
+            model = random_model(family)
             plan, masked = plan_loss(model), {name: padded[name] for name in ("input_ids", "labels", "attention_mask")}
             wanted = sample_losses(model, masked, plan)[0]
         except Exception:  # plain transformers cannot, of this size
@@ -176,11 +163,11 @@ def test_rows_without_a_mask_and_packs_by_sample_are_as_with_a_mask(families: tu
 
 def test_packs_of_somebody_else_are_told_apart_by_their_positions():
     """Without their lengths, as from a collator of one's own."""
-    model, batch = _model("llama", True), _batch()
+    model, batch = random_model("llama", True), _batch()
     with torch.no_grad():
         plain = {name: batch[name] for name in ("input_ids", "position_ids")}
         found, wanted = model(**plain).logits, last_hidden_states(model, batch, "sdpa_by_sample")
-        by_mask = _model("llama")(**plain).logits
+        by_mask = random_model("llama")(**plain).logits
     assert torch.allclose(found, by_mask, atol=1e-5)
     assert wanted.shape[:2] == found.shape[:2]
 
@@ -189,5 +176,5 @@ def test_packs_of_somebody_else_are_told_apart_by_their_positions():
 def test_families_that_leak_are_found():
     """None of these looks at where positions start anew: mask from elsewhere, or a state that is carried on."""
     for family in ("bloom", "opt"):
-        assert _isolation(_model(family)).change > 0.01, family
-    assert _isolation(_model("opt", True)).change == 0  # which only takes a mask over the pack in another way
+        assert _isolation(random_model(family)).change > 0.01, family
+    assert _isolation(random_model("opt", True)).change == 0  # which only takes a mask over the pack in another way

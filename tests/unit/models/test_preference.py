@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lit_fsdp.config.model import LossConfig, PreferenceConfig, PreferenceModelConfig
+from lit_fsdp.data.batches import collate_items
 from lit_fsdp.errors import ConfigError
-from lit_fsdp.models.loss import plan_loss
+from lit_fsdp.models.loss import plan_loss, sample_losses
+from lit_fsdp.models.packing import (
+    Isolation,
+    last_hidden_states,
+    measure_isolation,
+    model_inputs,
+    pairs_in_one_row,
+    rows_of_pairs,
+)
 from lit_fsdp.models.preference import PAIR_COUNTS, preference_forward
+from tests.unit.models.families import random_model
 
 CASES = [
     {"loss": "dpo", "beta": 0.3},
@@ -90,6 +103,72 @@ def test_losses_and_gradients_are_those_of_the_formulas(head: str):
         with torch.no_grad():  # as validation does
             again, _ = preference_forward(model, batch, config, plan_loss(model, loss_config), reference)
         torch.testing.assert_close(again.loss_sum, wanted, rtol=1e-5, atol=1e-6)
+
+
+def _collated() -> dict[str, Any]:
+    """Three pairs, whose prompts are longer or shorter than their completions, and a filler."""
+    random, items = np.random.default_rng(0), []
+    for prompt, *completions in ((14, 5, 9), (3, 8, 2), (20, 1, 1)):
+        begin = random.integers(3, 60, prompt)
+        sides = [np.concatenate([begin, random.integers(3, 60, length)]) for length in completions]
+        items.append([(tokens, np.arange(len(tokens)) >= prompt) for tokens in sides])
+    return collate_items([*items, []], None, 0, True)
+
+
+_WINDOW = {"sliding_window": 6}
+ROWS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("shared", {}),
+    "qwen3": ("shared", {}),
+    "gemma3_text": ("shared", _WINDOW),
+    "mistral": ("shared", _WINDOW),
+    "mixtral": ("shared", {}),
+    "llama-with-dropout": ("whole", {"attention_dropout": 0.1}),
+    "mixtral-with-router-loss": ("whole", {"output_router_logits": True}),
+    "gpt_oss": ("padded", {}),
+    "qwen3_next": ("padded", {}),
+}
+
+
+def test_pairs_in_one_row_are_as_padded_ones():
+    """Losses, sums and gradients; what is computed is what is counted, and neither side sees the other."""
+    padded = _collated()
+    for case, (best, changes) in ROWS.items():
+        model = random_model(case.partition("-")[0], True, **changes)
+        attention, plan = model.config._attn_implementation, plan_loss(model)
+        ways = ("shared", "whole", "padded")
+        assert rows_of_pairs(model, attention) == ways[ways.index(best) :], case
+        for loss in ("dpo", "orpo") if best != "padded" else ():
+            config, found = PreferenceConfig(loss=loss), {}
+            reference = torch.tensor([[-30.0, -40, -5, 0], [-31, -38, -6, 0]]) if config.has_reference else None
+            for way in ("padded", *ways[ways.index(best) : 2]):
+                batch = padded if way == "padded" else pairs_in_one_row(padded, way == "shared")
+                inputs = model_inputs(batch, attention)
+                total, sums = preference_forward(model, inputs, config, plan, reference)
+                grads = torch.autograd.grad(total.loss_sum, list(model.parameters()), allow_unused=True)
+                flat = torch.cat([grad.flatten() for grad in grads if grad is not None])
+                found[way] = torch.cat([total.loss_sum.detach()[None], sums]), flat
+                assert (found[way][0] - found["padded"][0]).abs().max() <= 1e-5 * found["padded"][0].abs().max()
+                assert (flat - found["padded"][1]).norm() <= 1e-5 * found["padded"][1].norm(), (case, loss, way)
+                logps = sample_losses(model, inputs, plan)[0]
+                torch.testing.assert_close(logps, sample_losses(model, model_inputs(padded, attention), plan)[0])
+                num, _, slots, squares = batch["counts"].tolist()
+                shared = (13, 2, 19) if way == "shared" else ()
+                assert (num, slots) == (100 - sum(shared), 8 * 23 if way == "padded" else num + 2)
+                assert squares == sum(n * n for n in (19, 23, 11, 5, 21, 21)) - sum(n * n for n in shared)
+
+
+def test_a_prompt_that_is_not_shared_right_is_noticed():
+    """As where attention is not told of it, or goes by the places in a chunk."""
+    ids = torch.arange(3, 67)
+    model = random_model("llama4_text", True, attention_chunk_size=6)
+    states = lambda batch: last_hidden_states(model, batch, model.config._attn_implementation)  # noqa: E731
+    assert rows_of_pairs(model, model.config._attn_implementation)[0] == "whole"
+    assert measure_isolation(states, ids, shares=False).moved <= 1e-5
+    assert measure_isolation(states, ids, shares=True).moved > 0.01
+    model = random_model("llama", True)
+    assert measure_isolation(states, ids, shares=True) == Isolation(0.0, pytest.approx(0.0, abs=1e-5), False)
+    untold = lambda batch: states({name: part for name, part in batch.items() if name != "shared_lengths"})  # noqa: E731
+    assert measure_isolation(untold, ids, shares=True).moved > 0.01
 
 
 def test_options_that_mean_nothing_are_refused():

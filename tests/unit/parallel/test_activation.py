@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from typing import Any
+
 import pytest
 import torch
 from packaging.version import Version
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
 from lit_fsdp.config.strategy import ActivationConfig
+from lit_fsdp.models.build import build_on_meta
 from lit_fsdp.parallel.activation import prepare_blocks, recomputes
 from tests.unit.models.families import tiny
 
@@ -150,3 +155,56 @@ def test_what_is_added_to_in_place_is_not_kept():
         found.append([param.grad.clone() for param in model.parameters() if param.grad is not None])
     assert found[0]
     assert all(map(torch.equal, *found))
+
+
+class Calls(TorchDispatchMode):
+    """How often the CPU's attention and products of two matrices are computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found[op.name().removeprefix("aten::_scaled_dot_product_")] += 1
+        return op(*args, **(kwargs or {}))
+
+
+def test_attention_of_long_rows_is_computed_once_whatever_else_is_recomputed():
+    """Of two of three samples in each block, as heads are 64 wide in all; not by products of its own (eager)."""
+    ids, lengths = torch.randint(3, 99, (1, 271)), [3, 128, 140]
+    for attends, again in ((None, 0), ("eager", 2)):
+        model: Any = build_on_meta(tiny("llama"), attends).to_empty(device="cpu")
+        model.init_weights()
+        counts, grads, blocks = [], [], len(model.model.layers)
+        for mode in ("none", "full"):
+            prepare_blocks(model.model.layers, ActivationConfig(mode=mode))
+            model.zero_grad()
+            with Calls() as calls:
+                loss = model(input_ids=ids, labels=ids, sample_lengths=None if attends else lengths).loss
+                loss.backward(retain_graph=True)
+            counts.append(calls.found)
+            loss.backward()
+            grads.append([param.grad for param in model.parameters()])
+        assert all(map(torch.equal, *grads))
+        kept, found = counts
+        assert [n["flash_attention_for_cpu"] for n in counts] == ([0, 0] if attends else [3 * blocks, 4 * blocks])
+        assert found["aten::bmm"] - kept["aten::bmm"] == again * blocks
+        assert found["aten::mm"] - kept["aten::mm"] == 6 * blocks  # all but the last, which nobody needs
+
+
+def test_modules_that_call_torchs_attention_keep_it_too_and_on_the_host(monkeypatch: pytest.MonkeyPatch):
+    moved: list[tuple[int, ...]] = []
+    cpu, net = torch.Tensor.cpu, Net()
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda t: (moved.append(tuple(t.shape)), cpu(t))[1])
+    grads = []
+    for mode in ("none", "full", "full_offload"):
+        prepare_blocks(net.blocks, ActivationConfig(**MODES[mode][0]))
+        net.zero_grad()
+        torch.manual_seed(0)
+        with Calls() as calls:
+            net(torch.ones(ROWS, 2 * WIDTH, WIDTH)).backward()
+        assert calls.found["flash_attention_for_cpu"] == BLOCKS
+        assert moved.count((ROWS, 1, 2 * WIDTH, WIDTH)) == (BLOCKS if mode == "full_offload" else 0)
+        grads.append([param.grad for param in net.parameters()])
+    assert all(map(torch.equal, grads[0], grads[1]))
+    assert all(map(torch.equal, grads[0], grads[2]))
