@@ -60,9 +60,6 @@ def run_export(argv: Sequence[str]) -> int:
     )
     checked = "; verified: loaded again, keys, tensors and logits are equal" if options.verify else ""
     print(f"{options.out}: {len(plan.specs)} tensors in {plan.dtype}, {size_words(plan.num_bytes)}{checked}")
-    needs = plan.form == "adapter" and (plan.entry.get("base") or {}).get("config_overrides")
-    if needs:
-        print(f"its base needs these values in its config, which lit-fsdp generate gives it, or use --merge: {needs}")
     if hub_name:
         from lit_fsdp.models.hub import push
 
