@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -12,6 +15,7 @@ from lit_fsdp.models.export_files import model_files
 from lit_fsdp.models.overrides import check_overrides
 from lit_fsdp.models.resolve import resolve_architecture, resolve_model
 from lit_fsdp.models.tokenizers import miniature_tokenizer
+from lit_fsdp.module import CausalLMModule
 from tests.unit.models.conftest import fill, opened
 
 PLAIN = {"rope_type": "default", "rope_theta": 5e5}
@@ -102,7 +106,11 @@ def test_plain_transformers_loads_the_same_model(saved, given):
     assert not torch.allclose(plain(ids).logits, before(ids).logits, atol=1e-4)
 
 
-def test_a_resume_wants_those_of_the_model_and_lets_those_of_training_change():
+def test_a_resume_wants_those_of_the_model_and_lets_those_of_training_change(tiny):
+    module = CausalLMModule(name=tiny("llama", **SHORT).to_dict(), config_overrides=_rope(LINEAR))
+    manifest: Any = SimpleNamespace(extra={"model": {"config_overrides": _rope(YARN)}}, folder="step-00000002")
+    with pytest.raises(ConfigError, match="as in step-00000002"):
+        module.check_checkpoint(manifest)
     saved = {**_rope(YARN), "attention_dropout": 0.1}
     for now in (saved, _rope(YARN), {**_rope(YARN), "router_aux_loss_coef": 0.1}):
         check_overrides(saved, now, "step-00000002")
