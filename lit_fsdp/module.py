@@ -57,6 +57,7 @@ from lit_fsdp.models.loss import (
 )
 from lit_fsdp.models.neftune import embedding_noise
 from lit_fsdp.models.optimizers import MuonWithAdamW, ShardAdamW, hidden_matrices, optimizer_class
+from lit_fsdp.models.overrides import check_overrides
 from lit_fsdp.models.packing import last_hidden_states, model_inputs
 from lit_fsdp.models.parts import RowParts
 from lit_fsdp.models.resolve import resolve_model
@@ -386,11 +387,14 @@ class CausalLMModule(LightningModule):
     def checkpoint_manifest(self) -> dict[str, Any]:
         """How the tensors map to the transformers model; read by ``lit-fsdp export``."""
         ties = getattr(self.trainer.strategy, "_ties", {})
-        return {"model": model_entry(self.source, ties, self._adapter_config, self._kept_with_adapter, self._base)}
+        entry = model_entry(self.source, ties, self._adapter_config, self._kept_with_adapter, self._base)
+        return {"model": {**entry, "config_overrides": self.config.config_overrides or {}}}
 
     def check_checkpoint(self, manifest: Manifest) -> None:
-        """Refuse a checkpoint of other adapters or of another base, which its tensors alone do not tell."""
-        saved = manifest.extra.get("model", {}).get("base")
+        """Refuse a checkpoint of other adapters, of another base or config, which its tensors alone do not tell."""
+        entry = manifest.extra.get("model", {})
+        check_overrides(entry.get("config_overrides"), self.config.config_overrides, manifest.folder)
+        saved = entry.get("base")
         if self.config.lora is not None and self._base is not None and saved is not None:
             self.config.lora.check_checkpoint(manifest)
             check_base(saved, self._base, "model.name", manifest.folder)

@@ -172,6 +172,9 @@ class ModelConfig:
     """Train adapters beside the frozen model instead of the model; {} for all defaults."""
     freeze: list[str] | None = None
     """Patterns of parameters that are not trained, e.g. [model.embed_tokens.*]; * stands for anything."""
+    config_overrides: dict[str, Any] | None = None
+    """Values in place of those in the model's config, exported with it, e.g. {max_position_embeddings: 131072,
+    rope_parameters: {rope_type: yarn, factor: 4.0}}; none that give weights that are read other names or shapes."""
     add_tokens: list[str] | None = None
     """Tokens added to the tokenizer as special ones; embedding and head grow by as many rows."""
     neftune_alpha: float | None = None

@@ -119,6 +119,9 @@ class ActivationConfig:
     every n-th block; selective matrix products, attention."""
     n: int | None = None
     """With every_n: one block in n recomputes; default 2."""
+    tiles: int | None = None
+    """With full and every_n: parts of the positions for which recomputed blocks keep what is inside of a feed-forward
+    layer one after the other, computed once more; not in mixtures of experts; null: all at once."""
     memory_budget: float | None = None
     """With memory_budget: share of activation memory the compiler may keep, 0 (as full) to 1 (as none); default 0.5."""
     offload_activations: bool = False
@@ -129,6 +132,8 @@ class ActivationConfig:
             value = getattr(self, field)
             require(value is None or self.mode == mode, field, f"{value} with mode {self.mode}", f"mode: {mode}")
         require(self.n is None or self.n >= 1, "n", self.n, "a whole number >= 1")
+        fits = self.tiles is None or (self.tiles >= 2 and self.mode in ("full", "every_n"))
+        require(fits, "tiles", f"{self.tiles} with mode {self.mode}", "a whole number >= 2, with mode: full | every_n")
         budget = self.memory_budget
         require(budget is None or 0 <= budget <= 1, "memory_budget", budget, "0 to 1")
 
@@ -234,6 +239,8 @@ class StrategyConfig:
             ("context_parallel", cuts and self.compile, "above 1 with compile: true", "1, or compile: false"),
             ("use_orig_params", not self.use_orig_params, "false", "true: checkpoints rely on it"),
             ("cpu_ram_efficient_loading", unsynced, "true with sync_module_states false", "both true, or both false"),
+            ("activation_checkpointing.tiles", self.compile and self.activation_config.tiles is not None,
+             f"{self.activation_config.tiles} with compile: true", "no tiles: they are not compiled"),
             ("activation_checkpointing", by_compiler and not self.compile, "memory_budget", "with compile: true"),
         ]  # fmt: skip
         for name in ("backward_prefetch", "forward_prefetch"):

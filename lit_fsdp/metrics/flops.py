@@ -78,8 +78,8 @@ class ModelFlops:
         """
         total = 0.0
         for name, block in self.blocks.items():
-            word = words.get(name, "no").partition(",")[0]
-            if word not in ("no", "full", "selective"):
+            word, _, more = words.get(name, "no").partition(",")
+            if word not in ("no", "full", "selective") or "tiles" in more:  # whose layers are computed once more
                 return None
             if word == "full":
                 total += block.forward_per_token * counts["tokens"]

@@ -34,6 +34,7 @@ def describe_base(source: ModelSource, config: ModelConfig, seed: int) -> dict[s
     if isinstance(name, str) and Path(name).expanduser().exists():
         name = str(Path(name).expanduser().absolute())
     said = {"name": name, **{field: getattr(config.lora, field, None) for field in _QUANTIZED}}
+    said |= {"config_overrides": config.config_overrides} if config.config_overrides else {}
     if folder is None:
         return {**said, "seed": seed, **{field: getattr(config, field) for field in _DRAWN_FROM}}
     is_snapshot = source.hub_name is not None and folder.parent.name == "snapshots"
@@ -107,7 +108,9 @@ def find_base(
 
     ``saved`` is what :func:`describe_base` said; of adapters of others only ``name``, and nothing is compared.
     """
-    options: dict[str, Any] = {field: saved.get(field) for field in _DRAWN_FROM if saved.get(field)}
+    options: dict[str, Any] = {
+        field: saved.get(field) for field in (*_DRAWN_FROM, "config_overrides") if saved.get(field)
+    }
     options["lora"] = LoraConfig(**{field: saved[field] for field in _QUANTIZED if field in saved})
     seed, where = saved.get("seed", 0), name or saved["name"]
     try:

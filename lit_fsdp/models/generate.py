@@ -42,7 +42,9 @@ def chat(
     options: dict[str, Any] = {"dtype": dtype, "local_files_only": True}
     if is_adapter:
         saved = base_of_folder(place)
-        weights = find_base(saved, place, base).weights_folder
+        source = find_base(saved, place, base)
+        weights = source.weights_folder
+        options |= {"config": source.hf_config} if saved.get("config_overrides") else {}
         require(weights, "--base", base or saved["name"], "a model with weights", "say with --base where it is")
         if saved.get("quantize"):
             options["quantization_config"] = as_loaded(dtype, saved["double_quantization"])

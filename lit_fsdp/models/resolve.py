@@ -21,6 +21,7 @@ from lit_fsdp.models.build import build_on_meta, vocabulary_tensors
 from lit_fsdp.models.convert import convert
 from lit_fsdp.models.hub import fetch, reading
 from lit_fsdp.models.miniature import HUB_NAMES_KEY, shipped_config, shrink
+from lit_fsdp.models.overrides import ROPE_OF_A_MODEL, overridden
 from lit_fsdp.models.tokenizers import add_special_tokens, load_tokenizer, miniature_tokenizer, read_tokenizer
 from lit_fsdp.models.weights import (
     ModelSource,
@@ -34,7 +35,6 @@ from lit_fsdp.models.weights import (
 
 _log = logging.getLogger(__name__)
 _FIELD = "model.name"
-_ROPE_OF_A_MODEL = ("rope_theta", "partial_rotary_factor")  # whatever scales it
 _CHUNK_ROWS = 8192  # of which a sum is made at a time, in fp64
 
 
@@ -51,10 +51,12 @@ def resolve_model(config: ModelConfig, with_weights: bool = True) -> ModelSource
     name: Any = config.name
     require(name is not None, _FIELD, "null", "a hub name, folder, GGUF file or config", "name the model")
     hf_config, folder = _find(name, config, with_weights and not config.miniature)
+    is_random = isinstance(name, Mapping) or name.endswith(".json")
+    if config.config_overrides:
+        hf_config = overridden(hf_config, config.config_overrides, not is_random, config.trust_remote_code)
     if config.miniature:
         return _miniature(hf_config, config)
     if folder is None:
-        is_random = isinstance(name, Mapping) or name.endswith(".json")
         source = ModelSource(hf_config, None, config.tokenizer or (None if is_random else name))
     else:
         weights = _readable(folder, hf_config, config.trust_remote_code)
@@ -187,7 +189,7 @@ def _keep_rope(config: PretrainedConfig, values: Mapping[str, Any], where: str) 
     given = f"{where} with rope_scaling {added} beside rope_parameters, where transformers does not take it as it is"
     allowed = "one mapping with rope_type, rope_theta and the scaling, for each kind of layer that has its own"
     require(has_effect, _FIELD, given, allowed, "write the scaling into rope_parameters, and drop rope_scaling")
-    lost = {key: saved[key] for key in _ROPE_OF_A_MODEL if key in saved and key not in {**values, **added}}
+    lost = {key: saved[key] for key in ROPE_OF_A_MODEL if key in saved and key not in {**values, **added}}
     if lost and was_flat:
         config.rope_parameters.update(lost)
         _log.warning("%s: rope_scaling replaces rope_parameters, of which %s is kept", where, lost)

@@ -22,7 +22,9 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from lit_fsdp.config.strategy import ActivationConfig
+from lit_fsdp.errors import require
 from lit_fsdp.models.attention import BY_SAMPLE, kept_by
+from lit_fsdp.parallel.tiles import apply_tiles
 from lit_fsdp.parallel.units import UnitPlan
 
 BACKEND = "inductor"  # of torch.compile; any name that it knows
@@ -45,11 +47,20 @@ _OFFLOADS_KEPT: Any = dict.fromkeys({"respect_saved_tensors_hooks"} & signature(
 _hosts: list[Any] = []  # what copies to the host, of the blocks that are under way
 
 
-def prepare_blocks(blocks: Iterable[nn.Module], config: ActivationConfig, compile: bool = False) -> None:
+def prepare_blocks(
+    blocks: Iterable[nn.Module],
+    config: ActivationConfig,
+    compile: bool = False,
+    path: str = "trainer.strategy.init_args.activation_checkpointing",
+) -> None:
     """Apply an activation checkpointing mode, offload and compilation to the blocks, in place of an earlier one.
 
     ``every_n`` recomputes blocks 0, n, 2n, ...: recomputing the last one would save nothing at the peak.
+
+    Raises:
+        ConfigError: There shall be tiles, and no block has a feed-forward layer that can be cut.
     """
+    blocks, num_tiled = list(blocks), 0
     what: str = "no" if config.mode == "none" else config.mode
     backend: Any = BACKEND if compile else None
     if config.mode == "memory_budget":
@@ -60,6 +71,8 @@ def prepare_blocks(blocks: Iterable[nn.Module], config: ActivationConfig, compil
             what = "no" if index % (config.n or 2) else "full"
         forward: Any = getattr(block.forward, "_original", block.forward)
         original, words = forward, what
+        if apply_tiles(block, config.tiles if what == "full" else None):
+            num_tiled, words = num_tiled + 1, f"{what}, {config.tiles} tiles"
         if what in ("full", "selective"):
             forward = _recomputed(block, forward, what)
         if backend is not None:
@@ -67,15 +80,19 @@ def prepare_blocks(blocks: Iterable[nn.Module], config: ActivationConfig, compil
         if config.offload_activations:
             # pinned copies lose the strides that compiled code counts on
             pin_memory = torch.accelerator.is_available() and backend is None
-            forward, words = _offloaded(block, forward, pin_memory), f"{what}, offloaded"
+            forward, words = _offloaded(block, forward, pin_memory), f"{words}, offloaded"
         if forward is not original:
             forward._activations, forward._original = words, original
         if forward is not original or hasattr(block.forward, "_original"):
             block.forward = forward
+    classes = ", ".join(sorted({type(child).__name__ for block in blocks for child in block.children()}))
+    given = f"{config.tiles}, and no block has a feed-forward layer that can be cut (its parts: {classes})"
+    allowed = "a model whose blocks have one of their own, named mlp or the like, that is no mixture of experts"
+    require(num_tiled or not config.tiles, f"{path}.tiles", given, allowed, "drop tiles")
 
 
 def recomputes(block: nn.Module) -> str:
-    """What a block does in the backward pass: ``no``, ``full``, ``selective``, ``budget 0.5``; with ``, offloaded``."""
+    """What a block does in the backward pass: ``no``, ``full, 4 tiles``, ``selective``; with ``, offloaded``."""
     return getattr(block.forward, "_activations", "no")
 
 

@@ -442,7 +442,7 @@ class EngineStrategy(Checkpoints):
         plan = plan_for(module, config, self.path)
         path = f"{self.path}.activation_checkpointing"
         activation = resolve_gradient_checkpointing(module, config.activation_config, path)
-        prepare_blocks(plan.blocks, activation, config.compile)
+        prepare_blocks(plan.blocks, activation, config.compile, path)
         for unit in plan.units:
             if unit.keeps_fp32:
                 cast_outputs(plan.modules[unit.name], compute)

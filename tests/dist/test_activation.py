@@ -51,6 +51,17 @@ def test_the_unit_that_is_called_last_is_gathered_once_per_step(tmp_path: Path, 
     assert found["gathers"] == len(found["losses"]) * (2 * 4 + 2)
 
 
+@pytest.mark.parametrize("engine", [*ENGINES, "ddp"])
+def test_tiles_of_feed_forward_layers_agree(tiny_model: Path, kept: dict[str, Any], engine: str) -> None:
+    """Also where these are units of their own, whose weights are gathered once for all tiles."""
+    sharded = engine != "ddp"
+    options = {"wrap": ["LlamaDecoderLayer", "*.mlp"]} if sharded else {}
+    given = {"mode": "full", "tiles": 3}
+    found = _run(tiny_model, engine=engine, activation_checkpointing=given, **options)
+    assert found["losses"] == pytest.approx(kept[engine if sharded else "fsdp2"]["losses"], rel=1e-6)
+    assert found["recomputes"] == ["full, 3 tiles"] * 3
+
+
 def test_compiled_blocks_agree(tiny_model: Path, kept: dict[str, Any]) -> None:
     for engine, given in (("fsdp2", {"mode": "memory_budget", "memory_budget": 0.5}), ("fsdp1", "selective")):
         found = _run(tiny_model, engine=engine, activation_checkpointing=given, compile=True)

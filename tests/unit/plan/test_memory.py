@@ -78,6 +78,17 @@ def test_ranks_that_share_rows_keep_a_part_of_their_positions():
     assert gathers == pytest.approx(3 * 32 * 8 * 8192 / 8 * 2 * 8 * 128 * 2 * 3 / 450e9)
 
 
+def test_tiles_leave_a_part_of_a_feed_forward_layer_at_work():
+    words = ("--data.micro_batch_size=1", "--data.max_seq_length=8192")
+    whole, tiled = (
+        rank_memory(loaded(*words, f"--trainer.strategy.init_args.activation_checkpointing={given}")).step
+        for given in ('{"mode": "full"}', '{"mode": "full", "tiles": 8}')
+    )
+    assert tiled.kept == whole.kept
+    width = 8192 * 14336 * 2  # of one bf16 tensor inside of it
+    assert 2 * width < whole.block - tiled.block < 4 * width
+
+
 def test_gradients_that_are_held_back_are_whole_and_sent_once():
     words = ("--data.micro_batch_size=1", "--data.max_seq_length=64", "--data.global_batch_size=32")
     each, last = (loaded(*words, f"--trainer.strategy.init_args.sync_each_micro_batch={on}") for on in (True, False))
