@@ -197,7 +197,7 @@ def _lighter(run: RunConfig) -> Iterator[tuple[str, Choice | None]]:
         choice = changed(run, {"context_parallel": 2 * degree})
         if choice is not None:  # fewer ranks have rows of their own
             choice.changes["trainer.accumulate_grad_batches"] = steps
-        yield f"{2 * degree} ranks share rows, over whose positions they are cut", choice
+        yield f"{2 * degree} ranks share each row", choice
     if run.trainer["accelerator"] != "cpu":
         yield "shards are on the host, slower", changed(run, {**whole, "cpu_offload": True})
     yield "LoRA", changed(run, {}, lora)
