@@ -33,6 +33,8 @@ def _forward(layer: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Te
 
 def _parts(layer: Any, x: torch.Tensor) -> tuple[Any, ...] | None:
     """The further arguments of :class:`_Adapted`, or nothing where peft has to do it."""
+    if not torch.is_grad_enabled():  # nothing is saved, and logits are those of peft to the last bit
+        return None
     names = [name for name in layer.active_adapters if name in layer.lora_A]
     if len(names) != 1 or layer.disable_adapters or layer.merged or names[0] in layer.lora_variant:
         return None

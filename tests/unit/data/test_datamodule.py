@@ -34,7 +34,14 @@ def tokenizer(small: Any) -> Any:
 def _alone(**options: Any) -> Any:
     """A Trainer of one rank, as far as ``setup`` looks at it."""
     strategy = SimpleNamespace(reduce_boolean_decision=lambda decision: decision, broadcast=lambda found: found)
-    given = {"world_size": 1, "accumulate_grad_batches": 1, "limit_val_batches": 1.0, "strategy": strategy, **options}
+    given = {
+        "world_size": 1,
+        "global_rank": 0,
+        "accumulate_grad_batches": 1,
+        "limit_val_batches": 1.0,
+        "strategy": strategy,
+        **options,
+    }
     given |= {"fast_dev_run": False, "overfit_batches": 0.0, "limit_train_batches": 1.0}
     return SimpleNamespace(**given)
 
