@@ -31,8 +31,8 @@ def test_a_recipe_is_short_and_named_for_what_it_does_and_its_state_fits_into_th
         assert model.replace("-", "") in re.sub(r"[^a-z0-9.]", "", str(run.model.name).lower())
         assert method == (run.model.preference.loss if pairs else kind.lower())
         sharding = "hybrid_shard" if engine.endswith("-hybrid") else "full_shard"
-        assert engine.endswith("-context") == (run.strategy.context_config.degree > 1)
-        plain = engine.removesuffix("-hybrid").removesuffix("-context")
+        assert engine.endswith("-long") == (run.strategy.context_config.degree > 1)
+        plain = engine.removesuffix("-hybrid").removesuffix("-long")
         assert (plain, sharding) == (run.strategy.engine, run.strategy.sharding)
         assert run.trainer["default_root_dir"] == f"runs/{recipe.stem}"
         assert hardware.startswith(f"{run.world_size}x")

@@ -28,7 +28,7 @@ KINDS = [{re.split(r"[\d.-]", path.stem)[0], path.stem.split("_")[1]} for path i
 def test_a_recipe_runs_in_miniature(recipe: Path, tmp_path: Path) -> None:
     files = ["--config", recipe, "--config", ROOT / "configs/debug/smoke.yaml"]
     # both ranks share rows, so that a step has twice as many micro-batches
-    often = ["--trainer.val_check_interval=8"] if "-context_" in recipe.stem else []
+    often = ["--trainer.val_check_interval=8"] if "-long_" in recipe.stem else []
     done = command(2, ["fit", *files, *often, "--trainer.default_root_dir", "run"], tmp_path)
     assert [rank.code for rank in done] == [0, 0], done[0].err
     rows = records(tmp_path / "run" / "metrics.csv")
