@@ -21,6 +21,7 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
+from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedTokenizerBase
 
 from lit_fsdp.checkpoint.manifest import Manifest, read_manifest
@@ -283,8 +284,10 @@ class CausalLMModule(LightningModule):
         return min(limits)
 
     def counted(self, batch: Any) -> Any:
-        """A batch on the host with the number of its supervised tokens, for which no device is waited then."""
-        batch = self.laid_out(batch)
+        """A batch on the host, laid out, with the number of its supervised tokens: no device is waited for then."""
+        given, batch = batch, self.laid_out(batch)
+        if batch is not given:  # in memory from which it travels by itself
+            batch = tree_map_only(torch.Tensor, torch.Tensor.pin_memory, batch)
         if isinstance(batch, Mapping) and "labels" in batch:
             return {**batch, NUM_TARGETS: int((targets_here(batch, next_targets(batch)) != IGNORED).sum())}
         return batch

@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_map_only
 
 from lit_fsdp.config.model import PreferenceModelConfig
 from lit_fsdp.config.parser import build
@@ -83,14 +82,6 @@ class PreferenceModule(CausalLMModule):
         is_known = isinstance(batch, Mapping) and ONE_ROW not in batch and {"counts", "attention_mask"} <= batch.keys()
         is_asked = is_known and self.pair_rows in ("shared", "whole")
         return super().laid_out(pairs_in_one_row(batch, self.pair_rows == "shared") if is_asked else batch)
-
-    def counted(self, batch: Any) -> Any:
-        """The batch laid out, too, in memory from which it travels by itself."""
-        return super().counted(tree_map_only(torch.Tensor, torch.Tensor.pin_memory, self.laid_out(batch)))
-
-    def training_step(self, batch: Mapping[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
-        """The summed loss of the pairs of this rank's micro-batch."""
-        return super().training_step(self.laid_out(batch), batch_idx)
 
     def _forward(self, batch: Mapping[str, torch.Tensor]) -> tuple[TokenLoss, list[torch.Tensor]]:
         assert self.model is not None

@@ -146,10 +146,8 @@ class IsolationProof(Callback):
         if any(one.is_blind for one in found):
             raise _refusal(module, "a sample with other tokens has the same hidden states")
         if not split <= _MOVED[compute]:
-            given = (
-                f"{strategy.context.degree}, but then {module.source.hf_config.model_type} computes something else: "
-            )
-            given += f"the states of a row change by {split:.1e} of their size"
+            given = f"{strategy.context.degree}, but then {module.source.hf_config.model_type} computes something else"
+            given += f": the states of a row change by {split:.1e} of their size"
             raise ConfigError(f"{strategy.path}.context_parallel", given, "1")
         if moved > _MOVED[compute]:
             raise _refusal(module, f"its states depend on a sample's place in the pack, by {moved:.1e} of their size")

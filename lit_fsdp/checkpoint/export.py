@@ -288,16 +288,14 @@ def _model_card(manifest: Manifest, plan: ExportPlan) -> str:
         "tags": ["lit_fsdp", *(["lora"] if plan.form != "model" else [])],
     }
     needs = plan.form == "adapter" and (plan.entry.get("base") or {}).get("config_overrides")
-    says = (
-        f"Its base needs these values in its config, or use a merged model: `{json.dumps(needs)}`\n\n" if needs else ""
-    )
+    says = f"Its base needs these values in its config, or use a merged model: `{json.dumps(needs)}`\n\n"
     metrics = "".join(f"- {name}: {value:.6g}\n" for name, value in manifest.metrics.items() if value == value)
     what = "the moving averages in the checkpoint" if manifest.averages else "the checkpoint"
     return (
         f"---\n{yaml.safe_dump(head, sort_keys=False)}---\n\n# {_KINDS[plan.form]} trained from "
         f"{base or 'a local model'}\n\nWritten by lit_fsdp from {what} of step {manifest.global_step}. What it "
         "was trained for, on whose data, how it was evaluated and under which license it may be used is not known "
-        f"here: add it.\n\n{says}{metrics}"
+        f"here: add it.\n\n{says if needs else ''}{metrics}"
     )
 
 

@@ -31,6 +31,12 @@ def adapt_to_miniature(trainer: Any, strategy: Any, model: Any, data: Any = None
         path = "trainer.strategy.init_args"
         for key, new, why in _fitting_degrees(strategy, devices if isinstance(devices, int) else 0):
             replace(strategy, path, key, new, why)
+        given = strategy.context_parallel
+        degree = given if isinstance(given, int) else given["degree"]
+        if isinstance(devices, int) and devices % degree:
+            fits, why = math.gcd(degree, devices), f"{devices} ranks on one node"
+            new = fits if isinstance(given, int) else {**dict(given), "degree": fits}
+            replace(strategy, path, "context_parallel", new, why)
         if strategy.engine == "single":
             replace(trainer, "trainer", "devices", 1, "engine single")
         if on_cpu and strategy.engine == "fsdp1":
@@ -61,16 +67,6 @@ def _fitting_degrees(strategy: Any, devices: int) -> list[tuple[str, Any, str]]:
     copies, shards, why = strategy.replicate_degree or 0, strategy.shard_degree or 0, f"{devices} ranks on one node"
     if not devices:
         return []
-    given = strategy.context_parallel
-    degree = given if isinstance(given, int) else given["degree"]
-    fits = math.gcd(degree, devices)
-    if fits != degree:
-        value = fits if isinstance(given, int) else {**dict(given), "degree": fits}
-        return [("context_parallel", value, why), *_fitting_shards(strategy, devices, copies, shards, why)]
-    return _fitting_shards(strategy, devices, copies, shards, why)
-
-
-def _fitting_shards(strategy: Any, devices: int, copies: int, shards: int, why: str) -> list[tuple[str, Any, str]]:
     if strategy.sharding not in ("hybrid_shard", "hybrid_shard_zero2"):
         return [("shard_degree", -1, why)] if shards > 1 and shards != devices else []
     found: list[tuple[str, Any, str]] = []

@@ -100,9 +100,8 @@ def _attend(
         return context.to_positions(out), None
     if torch.is_tensor(attention_mask) or (attention_mask is None and sample_lengths is None):
         out, _ = sdpa_attention_forward(module, *tensors, attention_mask, dropout=dropout, scaling=scaling, **others)
-        return (
-            out * torch.nan if shared_lengths else out
-        ), None  # no mask knows of these, which the proof is to notice
+        # no mask knows of shared prompts, which the proof is to notice
+        return out * torch.nan if shared_lengths else out, None
     fits_flash = query_BHTD.dtype != torch.float32 and query_BHTD.shape[-1] == value_BKTD.shape[-1] <= 256
     lengths, options = list(sample_lengths or [query_BHTD.shape[2]]), {"dropout_p": dropout, "scale": scaling}
     if sample_lengths and query_BHTD.is_cuda and fits_flash and not dropout and _has_varlen():

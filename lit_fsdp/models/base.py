@@ -108,9 +108,8 @@ def find_base(
 
     ``saved`` is what :func:`describe_base` said; of adapters of others only ``name``, and nothing is compared.
     """
-    options: dict[str, Any] = {
-        field: saved.get(field) for field in (*_DRAWN_FROM, "config_overrides") if saved.get(field)
-    }
+    fields = (*_DRAWN_FROM, "config_overrides")
+    options: dict[str, Any] = {field: saved[field] for field in fields if saved.get(field)}
     options["lora"] = LoraConfig(**{field: saved[field] for field in _QUANTIZED if field in saved})
     seed, where = saved.get("seed", 0), name or saved["name"]
     try:

@@ -76,14 +76,9 @@ def one_row(batch: Mapping[str, Any], begins_B: torch.Tensor | None = None) -> d
     ids_BT = batch["input_ids"]
     if "cu_seq_lens" in batch:
         lengths = batch.get("sample_lengths") or tuple(batch["cu_seq_lens"].diff().tolist())
-        flat = {name: batch[name].reshape(1, -1) for name in ("input_ids", "position_ids")}
-        taken_N = torch.arange(ids_BT.numel(), device=ids_BT.device)
-        return {
-            **flat,
-            "taken": taken_N,
-            "sample_lengths": lengths,
-            **{n: batch[n] for n in ("cu_seq_lens", "longest")},
-        }
+        row = {name: batch[name].reshape(1, -1) for name in ("input_ids", "position_ids")}
+        row |= {name: batch[name] for name in ("cu_seq_lens", "longest")}
+        return {**row, "taken": torch.arange(ids_BT.numel(), device=ids_BT.device), "sample_lengths": lengths}
     mask_BT = batch.get("attention_mask", torch.ones_like(ids_BT)).bool()
     ends_B = mask_BT.sum(dim=1)
     begins_B = torch.zeros_like(ends_B) if begins_B is None else begins_B

@@ -25,9 +25,9 @@ class RowParts(ContextGroup):
         The row is filled up with a sample without targets until it can be cut. ``counts`` are the batch's on the first
         rank and zeros on others, so that sums over ranks count each token once.
         """
-        row = dict(batch.get(ONE_ROW) or one_row(batch))
-        num, unit = row["input_ids"].shape[1], self.unit
-        if more := -num % unit:
+        row = one_row(batch)
+        num = row["input_ids"].shape[1]
+        if more := -num % self.unit:
             device, last = row["input_ids"].device, F.pad(row["cu_seq_lens"], (0, 1), value=num + more)
             positions = torch.arange(more, device=device)[None]
             row["position_ids"] = torch.cat([row["position_ids"], positions], dim=1)

@@ -239,10 +239,8 @@ class EngineStrategy(Checkpoints):
     def _check_context(self, module: Any) -> str:
         """How attention meets; refuses a module that would compute all of a row on every rank."""
         path = f"{self.path}.context_parallel"
-        given, allowed = (
-            f"above 1 for {type(module).__name__}",
-            "1, or a module that cuts its batches by strategy.context",
-        )
+        given = f"above 1 for {type(module).__name__}"
+        allowed = "1, or a module that cuts its batches by strategy.context"
         fix = "call strategy.context.inputs in its steps, and say so: cuts_rows = True; see docs/own-module.md"
         require(getattr(module, "cuts_rows", False), path, given, allowed, fix)
         models = [m for m in module.modules() if isinstance(m, PreTrainedModel)]

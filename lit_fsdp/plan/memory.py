@@ -237,10 +237,9 @@ def step_time(run: RunConfig, gpu: Gpu | None) -> dict[str, float] | None:
         ranks_per_node=world // run.num_nodes,
     )
     communication = max(rank_bytes / (gpu.link_gb_per_second * 1e9), node_bytes / (NETWORK_GB_PER_SECOND * 1e9))
-    exchanges = _exchanged_bytes(run, model, tokens / world, TORCH_DTYPES[row.compute].itemsize) / (
-        (gpu.link_gb_per_second if strategy.context_config.degree <= world // run.num_nodes else NETWORK_GB_PER_SECOND)
-        * 1e9
-    )
+    is_inside = strategy.context_config.degree <= world // run.num_nodes  # the group, a node
+    rate = gpu.link_gb_per_second if is_inside else NETWORK_GB_PER_SECOND
+    exchanges = _exchanged_bytes(run, model, tokens / world, TORCH_DTYPES[row.compute].itemsize) / (rate * 1e9)
     copies = host = 0.0
     if strategy.offloads:
         state, further = _largest_state(run), reductions - 1

@@ -95,13 +95,8 @@ def choices(run: RunConfig, modes: tuple[ActivationMode, ...]) -> Iterator[Choic
     for lora in (None,) if run.model.lora else (None, _LORA, _QLORA):
         for kind in kinds if lora else [*kinds, offload]:
             for mode in modes[::-1] if kind is offload else modes:
-                values = {
-                    **_WHOLE,
-                    "cpu_offload": False,
-                    "context_parallel": 1,
-                    **kind,
-                    "activation_checkpointing": mode,
-                }
+                plain = {**_WHOLE, "cpu_offload": False, "context_parallel": 1}
+                values = {**plain, **kind, "activation_checkpointing": mode}
                 if choice := changed(run, values, lora):
                     yield choice
 

@@ -224,9 +224,8 @@ def _simulate(hf_config: Any, run: RunConfig, strategy: StrategyConfig) -> _Watc
         num_targets = batch["input_ids"].numel() // strategy.context_config.degree
         autocast = row.compute != row.param and not strategy.is_sharded
         batch = tree_map_only(torch.Tensor, torch.empty_like, batch)
-        known = _locals(
-            [*holder.parameters(), *holder.buffers(), *(t for t in tree_leaves(batch) if torch.is_tensor(t))]
-        )
+        given = [leaf for leaf in tree_leaves(batch) if torch.is_tensor(leaf)]
+        known = _locals([*holder.parameters(), *holder.buffers(), *given])
         watch = _Watch(known, _GLOO_COPIES if device_type(run) == "cpu" else {})
         watch.follow(blocks)
         with watch, _engine_kinds(watch):
