@@ -26,6 +26,7 @@ import argparse
 import json
 import random
 import statistics
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,8 @@ def main() -> None:
         parser.error(f"--sides {' '.join(options.sides)}: sides of one kind, such as {' '.join(DPO)}")
     packages = ("trl", "accelerate", "peft", *(["litgpt"] if "litgpt-padded" in options.sides else []))
     with bench("train", *packages) as (record, folder):
-        makers = {SIDES: make_work, LONG: make_long_work, DPO: make_pairs}
+        at_once = 1 if "trl-packed" not in options.sides else MICRO_PACKS
+        makers = {SIDES: partial(make_work, at_once=at_once), LONG: make_long_work, DPO: make_pairs}
         makers[kinds[0]](folder, options.rows, options.length, options.lora)
         sides = {side: lambda side=side: one_side(folder, side) for side in options.sides}
         runs = in_turns(sides, options.repeats)
@@ -67,13 +69,16 @@ def main() -> None:
         record["results"] += ratios(runs)
 
 
-def make_work(folder: Path, num_rows: int, length: int, lora: bool) -> None:
-    """Rows and recipes for us; for the peers the tokens that our data module makes of the same rows."""
+def make_work(folder: Path, num_rows: int, length: int, lora: bool, at_once: int) -> None:
+    """Rows and recipes for us; for the peers the tokens that our data module makes of the same rows.
+
+    A step has a multiple of ``at_once`` packs.
+    """
     rows = jargon_rows()
     random.Random(SEED).shuffle(rows)
     data, tokens = save_tokens(folder, rows[:num_rows], length)
     mean = sum(len(row["input_ids"]) for row in tokens) / len(tokens)
-    packs = max(1, round(ROWS_PER_STEP * mean / length / MICRO_PACKS)) * MICRO_PACKS
+    packs = max(1, round(ROWS_PER_STEP * mean / length / at_once)) * at_once
     for name, per_step, micro in (("padded", ROWS_PER_STEP, ROWS_PER_STEP), ("packed", packs, 1)):
         sizes = {"global_batch_size": per_step, "micro_batch_size": micro, "packing": name == "packed"}
         save_recipe(folder / f"ours-{name}.yaml", {**data, **sizes}, lora)
