@@ -10,6 +10,7 @@ import copy
 import functools
 import json
 import os
+import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -41,6 +42,7 @@ _MODEL = "model/"
 _AVERAGE = "state/callbacks/EMAWeights/weights/"
 _ADAPTER = "default"
 _WHOLE_COPY = f".modules_to_save.{_ADAPTER}."
+_WRAPPERS = re.compile(rf"((\.base_layer)+|\.original_module|\.modules_to_save\.{_ADAPTER})\.")
 _LORA = ".lora_"
 
 
@@ -184,9 +186,7 @@ def _planned(
 
 def base_name(name: str) -> str:
     """The name that a tensor has in the model without adapters: wrappers around layers and whole copies are gone."""
-    for part in (".base_layer.", ".original_module.", _WHOLE_COPY):
-        name = name.replace(part, ".")
-    return name
+    return _WRAPPERS.sub(".", name)
 
 
 def _files(specs: dict[str, TensorSpec], form: str, max_bytes: int) -> dict[str, list[str]]:
@@ -244,7 +244,12 @@ def _lora_layers(base: nn.Module, adapter: Mapping[str, Any]) -> dict[str, tuple
     model: Any = copy.deepcopy(base)
     apply_saved_lora(model, adapter)
     layers = {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
-    return {base_name(f"{name}.weight"): (name, module) for name, module in layers.items()}
+    return {base_name(f"{name}.{_adapted(module)}"): (name, module) for name, module in layers.items()}
+
+
+def _adapted(layer: nn.Module) -> str:
+    """The parameter of the base that an adapter changes; peft wraps those of experts one around the other."""
+    return str(getattr(layer, "parameter_name", "weight"))
 
 
 def _texts(manifest: Manifest, plan: ExportPlan) -> dict[str, bytes]:
@@ -327,12 +332,14 @@ def _write_file(path: Path, manifest: Manifest, plan: ExportPlan, names: list[st
 
 @torch.no_grad()
 def _merged(plan: ExportPlan, name: str, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
-    """The weight ``name`` with its adapter, by peft's own merge of this one layer, in fp32."""
+    """The parameter ``name`` with its adapter, by peft's own merge of this one layer, in fp32."""
     place, on_meta = plan.layers[name]
     layer: Any = copy.deepcopy(on_meta)  # goes with its values
     prefix = f"{_MODEL}{plan.entry['prefix']}{place}."
     adapters = [key for key in layer.state_dict() if not key.startswith("base_layer.")]
     values = {key: read(f"{prefix}{key}").float() for key in adapters}
-    layer.load_state_dict({**values, "base_layer.weight": read(plan.sources[name]).float()}, strict=False, assign=True)
+    layer.load_state_dict(values, strict=False, assign=True)
+    base, own = layer.get_base_layer(), _adapted(layer)
+    setattr(base, own, nn.Parameter(read(plan.sources[name]).float(), requires_grad=False))
     layer.merge()
-    return layer.get_base_layer().weight.detach()
+    return getattr(base, own).detach()

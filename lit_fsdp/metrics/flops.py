@@ -29,9 +29,12 @@ from typing import Any
 
 from torch import nn
 
+from lit_fsdp.config.model import WITHOUT_SDPA
+
 _WINDOWS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
 _KNOWN_LAYERS = {"full_attention", "attention", *_WINDOWS}
 _NO_PRODUCT = {"original_module", "lora_embedding_A", "token_adapter"}
+_OF_EXPERTS = re.compile(r"(^|\.)experts\.(\d+|(base_layer\.)*lora_[AB])\.")
 _NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
@@ -144,6 +147,7 @@ def _block(block: nn.Module, flows: bool, config: Any, kind: str) -> BlockFlops:
         dims = 2 * (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
     per_pair = 2.0 * config.num_attention_heads * dims
     keeps = str(getattr(config, "_attn_implementation", "")).startswith("sdpa")
+    keeps = keeps and config.model_type not in WITHOUT_SDPA
     return BlockFlops(
         forward_per_token=sum(2 * elements for elements, _ in products),
         train_per_token=_train(products, flows),
@@ -166,7 +170,7 @@ def _own_products(name: str, module: Any, config: Any) -> list[tuple[float, bool
         elements: Any = p.numel()
         if own == "weight" and hasattr(module, "quant_state"):  # by bitsandbytes, several weights in a number
             elements = module.in_features * module.out_features
-        is_of_experts = (p.ndim == 3 and p.shape[0] == num_experts) or re.search(r"(^|\.)experts\.\d+\.", f"{name}.")
+        is_of_experts = (p.ndim == 3 and p.shape[0] == num_experts) or _OF_EXPERTS.search(f"{name}.")
         if num_experts and is_of_experts:  # a token meets those it is sent to
             elements *= config.num_experts_per_tok / num_experts
         found.append((elements, p.requires_grad))

@@ -1,5 +1,7 @@
 """SDPA over each sample of a pack by itself: nothing grows with the square of a pack, and no head is repeated.
 
+Sinks and caps of scores, which SDPA lacks, are computed as models write them down, some queries at a time.
+
 Shapes: B rows, H heads of queries, K of keys and values (H is a multiple), T tokens of a row, D size of a head.
 """
 
@@ -18,6 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from lit_fsdp.config.model import WITHOUT_SDPA
 from lit_fsdp.models.context import ContextGroup
 
 BY_SAMPLE = "sdpa_by_sample"
@@ -38,10 +41,15 @@ def is_causal(model: torch.nn.Module) -> bool:
 
 def by_sample(model: Any, is_wanted: bool) -> None:
     """Let a model that would run with SDPA attend sample by sample, or again as transformers has it; in place."""
-    before = model.config._attn_implementation
-    fits = model._supports_attention_backend and model.config.model_type not in _OWN_MASKS and is_causal(model)
-    if fits and before == ("sdpa" if is_wanted else BY_SAMPLE):
-        model.set_attn_implementation(BY_SAMPLE if is_wanted else "sdpa")
+    before, kind = model.config._attn_implementation, model.config.model_type
+    of_transformers = "eager" if kind in WITHOUT_SDPA else "sdpa"
+    fits = model._supports_attention_backend and kind not in _OWN_MASKS and is_causal(model)
+    if fits and before == (of_transformers if is_wanted else BY_SAMPLE):
+        name = BY_SAMPLE if is_wanted else of_transformers
+        if kind in WITHOUT_SDPA:  # which transformers refuses whatever has sdpa in its name
+            model.config._attn_implementation = name
+        else:
+            model.set_attn_implementation(name)
         if torch.cuda.is_available():
             _has_varlen()  # whose operator is known then, for recomputation that keeps attention
         if is_wanted:
@@ -81,30 +89,40 @@ def _attend(
     sample_lengths: Sequence[int] | None = None,
     shared_lengths: Sequence[int] = (),
     context: ContextGroup | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention of transformers' kind, (B, T, H, D); without ``sample_lengths`` of rows that are one sample each.
+
+    ``softcap`` bounds scores, ``s_aux`` (H) is the score of nothing, beside those of the keys.
 
     With ``shared_lengths`` the second half of the samples goes on from so many first tokens of those in the first half.
     In a ``context`` group tensors are of this rank's part of the row, and lengths of the whole one.
     """
     tensors = (query_BHTD, key_BKTD, value_BKTD)
+    options: dict[str, Any] = {"dropout_p": dropout, "scale": scaling}
+    if is_plain := softcap is not None or s_aux is not None:
+        options |= {"softcap": softcap, "sinks": s_aux}
     if context is not None:
         if context.method == "all_gather":
-            options = {"dropout_p": dropout, "scale": scaling}
             window: Any = attention_mask
             return _by_query(tensors, context, sample_lengths or (), window, options), None
         given: dict[str, Any] = {"dropout": dropout, "scaling": scaling, "sample_lengths": sample_lengths, **others}
+        own_sinks = None if s_aux is None else s_aux.chunk(context.degree)[context.rank]
         query, key, value = context.to_heads(tensors)
-        out, _ = _attend(module, query, key, value, attention_mask, **given)
+        out, _ = _attend(module, query, key, value, attention_mask, softcap=softcap, s_aux=own_sinks, **given)
         return context.to_positions(out), None
-    if torch.is_tensor(attention_mask) or (attention_mask is None and sample_lengths is None):
+    if is_plain and torch.is_tensor(attention_mask):
+        key, value = _repeated(key_BKTD, value_BKTD, query_BHTD.shape[1])
+        return _plain(query_BHTD, key, value, attention_mask, **options).transpose(1, 2).contiguous(), None
+    if torch.is_tensor(attention_mask) or (attention_mask is None and sample_lengths is None and not is_plain):
         out, _ = sdpa_attention_forward(module, *tensors, attention_mask, dropout=dropout, scaling=scaling, **others)
         # no mask knows of shared prompts, which the proof is to notice
         return out * torch.nan if shared_lengths else out, None
     fits_flash = query_BHTD.dtype != torch.float32 and query_BHTD.shape[-1] == value_BKTD.shape[-1] <= 256
-    lengths, options = list(sample_lengths or [query_BHTD.shape[2]]), {"dropout_p": dropout, "scale": scaling}
-    if sample_lengths and query_BHTD.is_cuda and fits_flash and not dropout and _has_varlen():
+    lengths = list(sample_lengths or [query_BHTD.shape[2]])
+    if sample_lengths and query_BHTD.is_cuda and fits_flash and not dropout and not is_plain and _has_varlen():
         whole = [torch.cat(_samples(x, lengths, shared_lengths), dim=2) if shared_lengths else x for x in tensors[1:]]
         return _varlen((query_BHTD, *whole), attention_mask, scaling, others), None
     parts: Any = zip(*(_samples(x, lengths, shared_lengths) for x in tensors), strict=True)
@@ -155,20 +173,47 @@ def _banded(tensors: Sequence[torch.Tensor], window: int | None, options: dict[s
     """Causal attention of one sample's last queries, a window after the other where it is longer than that."""
     query, key, value = tensors
     num_queries, num_keys, grouped = query.shape[2], key.shape[2], query.shape[1] != key.shape[1]
-    before = num_keys - num_queries
-    if not before and (window is None or num_keys <= window):
+    before, is_plain = num_keys - num_queries, "sinks" in options
+    if not before and not is_plain and (window is None or num_keys <= window):
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped, **options)
     if grouped:  # beside a mask fast kernels take no groups
-        key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for x in (key, value))
+        key, value = _repeated(key, value, query.shape[1])
     positions, reach = torch.arange(num_keys, device=query.device), window or num_keys
-    found, size = [], min(reach, _QUERIES) if before else reach
+    found, size = [], min(reach, _QUERIES) if before or is_plain else reach
     for start in range(0, num_queries, size):
         queries, keys = slice(start, start + size), slice(max(0, before + start - reach + 1), before + start + size)
         distance = positions[before:][queries].unsqueeze(1) - positions[keys]
         near = (distance >= 0) & (distance < reach)
         part = (query[:, :, queries], key[:, :, keys], value[:, :, keys])
-        found.append(F.scaled_dot_product_attention(*part, attn_mask=near, **options))
+        found.append((_plain if is_plain else F.scaled_dot_product_attention)(*part, attn_mask=near, **options))
     return torch.cat(found, dim=2)
+
+
+def _repeated(key_BKTD: torch.Tensor, value_BKTD: torch.Tensor, num_heads: int) -> tuple[torch.Tensor, ...]:
+    """Keys and values of each of the queries' heads."""
+    return tuple(x.repeat_interleave(num_heads // x.shape[1], dim=1) for x in (key_BKTD, value_BKTD))
+
+
+def _plain(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor,
+    dropout_p: float,
+    scale: float | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attention by all its scores, (B, H, T, D): with a cap, or with sinks (H), softmax in fp32."""
+    scores = (query @ key.transpose(2, 3)).float() * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = scores.masked_fill(~attn_mask, torch.finfo(scores.dtype).min)  # rows of padding see nothing at all
+    if sinks is not None:
+        nothing = sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, nothing], dim=-1)
+    weights = scores.softmax(dim=-1)[..., : key.shape[2]].to(value.dtype)
+    return F.dropout(weights, dropout_p) @ value
 
 
 @functools.cache

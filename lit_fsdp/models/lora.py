@@ -22,12 +22,16 @@ from transformers.pytorch_utils import Conv1D
 from lit_fsdp.config.model import LoraConfig
 from lit_fsdp.errors import ConfigError, require
 from lit_fsdp.models.adapted import apply_one_function
+from lit_fsdp.models.experts import apply_grouped_factors, fused_experts
 from lit_fsdp.models.quantize import apply_nf4, pack
 from lit_fsdp.models.weights import Weights, seeded, tied_groups
 
 _PATH = "model.lora"
 _ADAPTER = "default"
 _HANDED = ("layers_to_transform", "layers_pattern", "exclude_modules", "rank_pattern", "alpha_pattern")
+_ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
+_ROUTERS = re.compile(r"router|gate$", re.IGNORECASE)
+_WRAPPERS = re.compile(rf"(\.base_layer|\.original_module|\.modules_to_save\.{_ADAPTER})(?=\.|$)")
 _ADAPTER_PARTS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector")
 
 
@@ -81,23 +85,10 @@ def apply_lora(model: PreTrainedModel, config: LoraConfig, base: str | None = No
     Gives the content of ``adapter_config.json``, from which peft builds the same adapters again; it names ``base``.
     """
     peft = _peft()
-    head = model.get_output_embeddings()
-    linears = [n for n, m in model.named_modules() if isinstance(m, (nn.Linear, Conv1D)) and m is not head]
-    known = peft.utils.constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
-    targets = config.target_modules
-    if targets == "all-linear" or (targets is None and model.config.model_type not in known):
-        targets = linears  # peft's own reading of all-linear also takes fused experts, which are no layers
     more = _peft_args(config, peft)
-    if more.get("layers_to_transform") is not None and targets is linears:  # peft takes whole names in every layer
-        targets = sorted({name.rpartition(".")[2] for name in linears})
-    layers = ", ".join(sorted({name.rpartition(".")[2] for name in linears}))
-    if isinstance(config.target_modules, list):
-        _check_names(model, "target_modules", config.target_modules, layers)
-    elif targets is not None and targets == config.target_modules:
-        found = [name for name, _ in model.named_modules() if re.fullmatch(targets, name)]
-        given, fix = f"{targets!r}, which fits no whole name", f"write [{targets}], or '.*{targets}'"
-        require(found, f"{_PATH}.target_modules", given, f"names such as {linears[0]}", fix)
-        _check_names(model, "target_modules", found, layers)
+    is_known = model.config.model_type in peft.utils.constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+    layers = ", ".join(sorted({name.rpartition(".")[2] for name in [*_linears(model), *fused_experts(model)]}))
+    targets, parameters = _targets(model, config, is_known, more, layers)
     _check_names(model, "modules_to_save", config.modules_to_save or [], layers)
     if config.quantize is not None:
         apply_nf4(model, config.modules_to_save or [], config.double_quantization)
@@ -109,6 +100,7 @@ def apply_lora(model: PreTrainedModel, config: LoraConfig, base: str | None = No
             lora_alpha=int(config.alpha) if config.alpha == int(config.alpha) else config.alpha,
             lora_dropout=config.dropout,
             target_modules=targets,
+            target_parameters=parameters or None,
             use_dora=config.use_dora,
             use_rslora=config.use_rslora,
             modules_to_save=config.modules_to_save,
@@ -119,18 +111,79 @@ def apply_lora(model: PreTrainedModel, config: LoraConfig, base: str | None = No
         field, chosen = ("peft_args", more) if more else ("target_modules", config.target_modules)
         given = f"{chosen} ({' '.join(str(error).split())[:200]})"
         raise ConfigError(f"{_PATH}.{field}", given, f"layers of this model: {layers}") from error
-    adapted = [name for name, module in model.named_modules() if hasattr(module, "lora_A")]
-    numbers = more.get("layers_to_transform")
-    for number in [numbers] if isinstance(numbers, int) else numbers or []:  # peft passes over one that is not there
+    layers_of_peft = {n: m for n, m in model.named_modules() if hasattr(m, "lora_A")}
+    adapted = [base_name(f"{n}.{getattr(m, 'parameter_name', '')}".rstrip(".")) for n, m in layers_of_peft.items()]
+    for field in ("rank_pattern", "alpha_pattern"):  # of parameters peft warns that it passes over what it obeys
+        keys, allowed = more.get(field) or {}, f"layers of this model: {layers}"
+        unused = [key for key in keys if not any(re.match(rf"(.*\.)?({key})$", name) for name in adapted)]
+        require(not unused, f"{_PATH}.peft_args.{field}", f"{unused}, which fit nothing", allowed)
+    for number in _numbers(more):  # peft passes over one that is not there
         given, fits = f"{number}, and no layer of that number has an adapter", any(f".{number}." in n for n in adapted)
         require(fits, f"{_PATH}.peft_args.layers_to_transform", given, "numbers of layers, from 0")
-    for layer in model.modules():
-        if isinstance(layer, peft.tuners.lora.LoraLayer) and type(layer).__name__ in ("Linear", "Linear4bit"):
+    apply_grouped_factors(model)
+    for layer in layers_of_peft.values():
+        if type(layer).__name__ in ("Linear", "Linear4bit"):
             apply_one_function(layer)
     model.train()
     # as peft's save_pretrained writes it, ready for inference
     values = {key: sorted(v) if isinstance(v, set) else v for key, v in settings.to_dict().items()}
     return {**values, "peft_type": "LORA", "inference_mode": True}
+
+
+def _targets(
+    model: PreTrainedModel, config: LoraConfig, is_known: bool, more: Mapping[str, Any], layers: str
+) -> tuple[list[str] | str | None, list[str]]:
+    """What peft gets as ``target_modules`` and ``target_parameters``: its own all-linear adapts routers as well."""
+    linears, fused, path = _linears(model), fused_experts(model), f"{_PATH}.target_modules"
+    asked = config.target_modules
+    no_routers = [name for name in linears if not (fused and _ROUTERS.search(name))]
+    targets: list[str] | str | None = asked
+    parameters: list[str] = []
+    if asked == "all-linear" or (asked is None and not is_known):
+        targets, parameters = no_routers, list(fused) if asked else []
+    elif asked == "attention-only":
+        targets = [name for name in no_routers if _ATTENTION.search(name)]
+        given = f"attention-only for {model.config.model_type}, in which no linear layer is called so"
+        require(targets, path, given, f"layers of this model: {layers}")
+    elif isinstance(asked, str):
+        parameters = [name for name in fused if re.fullmatch(asked, name)]
+        found = [name for name, _ in model.named_modules() if re.fullmatch(asked, name)]
+        given, fix = f"{asked!r}, which fits no whole name", f"write [{asked}], or '.*{asked}'"
+        require(found or parameters, path, given, f"names such as {linears[0]}", fix)
+        _check_names(model, "target_modules", found, layers)
+        targets = asked if found else []
+    elif asked is not None:
+        own = {n: p for n, p in model.named_parameters() if p.ndim in (2, 3) and n.rpartition(".")[0] not in linears}
+        ends = {wanted: [name for name in own if f".{name}".endswith(f".{wanted}")] for wanted in asked}
+        parameters = [name for wanted in asked for name in ends[wanted]]
+        targets = [wanted for wanted in asked if not ends[wanted]]
+        _check_names(model, "target_modules", targets, layers)
+    if more.get("layers_to_transform") is not None:  # peft takes whole names, and parameters, in every layer
+        if targets is no_routers:
+            targets = sorted({name.rpartition(".")[2] for name in targets})
+        parameters = [name for name in parameters if any(f".{number}." in name for number in _numbers(more))]
+    given = f"experts of {model.config.model_type}, which are kept in one tensor"
+    for field, is_set in (
+        ("dropout", config.dropout),
+        ("use_dora", config.use_dora),
+        ("peft_args.exclude_modules", more.get("exclude_modules")),
+    ):
+        value, fix = f"set, with adapters on {given}", f"drop {field}, or target_modules: attention-only"
+        require(not (parameters and is_set), f"{_PATH}.{field}", value, "unset: peft has it for layers alone", fix)
+    fix = "drop quantize, and shard over more GPUs: lit-fsdp plan says how many"
+    value = f"nf4 for the {given}"
+    require(not (fused and config.quantize), f"{_PATH}.quantize", value, "null: they would stay in 16 bits", fix)
+    return targets, parameters
+
+
+def _linears(model: PreTrainedModel) -> list[str]:
+    head = model.get_output_embeddings()
+    return [n for n, m in model.named_modules() if isinstance(m, (nn.Linear, Conv1D)) and m is not head]
+
+
+def _numbers(more: Mapping[str, Any]) -> list[int]:
+    numbers = more.get("layers_to_transform")
+    return [numbers] if isinstance(numbers, int) else list(numbers or [])
 
 
 def _peft_args(config: LoraConfig, peft: Any) -> dict[str, Any]:
@@ -164,14 +217,10 @@ def load_adapter_folder(model: PreTrainedModel, folder: Any) -> nn.Module:
 def _inject(model: PreTrainedModel, settings: Any) -> Any:
     """Put peft's adapters in on meta, in place, and give its tuner."""
     with warnings.catch_warnings():
-        for unused in ("You have passed exclude_modules", "The following (rank|alpha)_pattern keys did not match"):
-            warnings.filterwarnings("error", unused)
+        warnings.filterwarnings("error", "You have passed exclude_modules")
+        warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys did not match")  # checked by name
         warnings.filterwarnings("ignore", "fan_in_fan_out")  # it is set as the layer needs it, and says so
-        tuner = _peft().LoraModel(model, settings, _ADAPTER, low_cpu_mem_usage=True)
-    for name, module in model.named_modules():
-        if type(module).__name__ == "ParamWrapper":
-            raise ValueError(f"{name} keeps several weights in one tensor")
-    return tuner
+        return _peft().LoraModel(model, settings, _ADAPTER, low_cpu_mem_usage=True)
 
 
 def is_adapter(name: str) -> bool:
@@ -181,9 +230,7 @@ def is_adapter(name: str) -> bool:
 
 def base_name(name: str) -> str:
     """The name that a module of the base, or a whole copy of it, has in the model without adapters."""
-    for inner in (".base_layer", ".original_module", f".modules_to_save.{_ADAPTER}"):
-        name = f"{name}.".replace(f"{inner}.", ".").removesuffix(".")
-    return name
+    return _WRAPPERS.sub("", name)
 
 
 def _check_names(model: PreTrainedModel, field: str, names: list[str], layers: str) -> None:

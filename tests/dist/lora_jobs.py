@@ -71,7 +71,8 @@ def peft_losses(
     ``dtype`` is the base's, and ``options`` are further ones of ``from_pretrained``; adapters are fp32 and, beside a
     base in bf16, computed under autocast.
     """
-    base = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa", **options).train()
+    options = {"attn_implementation": "sdpa", **options}
+    base = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options).train()
     model = with_adapters(base, ModelConfig(name=folder), lora)
 
     def loss_of(step: int) -> torch.Tensor:

@@ -133,7 +133,7 @@ def test_what_does_not_fit_is_refused_before_a_process_starts(tiny_model: Path, 
     for family, words in (
         ("qwen3_next", "got 2 for qwen3_next, which has layers of another kind"),
         ("falcon_h1", "got 2 for falcon_h1, which has layers of another kind"),
-        ("gpt_oss", "got 2 for gpt_oss with attention"),
+        ("bloom", "got 2 for bloom with attention"),
     ):
         model = build_on_meta(shrink(AutoConfig.for_model(family), miniature_tokenizer()))
         with pytest.raises(ConfigError, match=words):

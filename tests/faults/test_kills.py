@@ -27,7 +27,10 @@ POINTS = [(0, "tensors"), (1, "tensors"), (0, "states"), (0, "manifest"), (0, "b
 KINDS: list[dict[str, Any]] = [
     {"strategy": {"engine": "fsdp2"}},
     {"strategy": {"engine": "fsdp1", "state_dict": "full"}},
-    {"strategy": {"engine": "fsdp2"}, "checkpoint": {"every_steps": 1, "keep_last": 2, "async_save": True}},
+    {
+        "strategy": {"engine": "fsdp2", "context_parallel": 2},
+        "checkpoint": {"every_steps": 1, "keep_last": 2, "async_save": True},
+    },
 ]
 
 
@@ -81,7 +84,8 @@ def _kill_one_rank(run: TrackedRun, trial: int, rng: random.Random) -> None:
 def test_signals_at_random_moments(tiny_model: Path, tmp_path: Path) -> None:
     """To one rank or to both: both end with the documented code, and not one step that was done is lost."""
     rng = random.Random(22)
-    run = TrackedRun(tiny_model, tmp_path / "run", checkpoint={"every_steps": 4, "keep_last": 2}, hears_signals=True)
+    saving, strategy = {"every_steps": 4, "keep_last": 2}, {"context_parallel": 2}
+    run = TrackedRun(tiny_model, tmp_path / "run", checkpoint=saving, strategy=strategy, hears_signals=True)
     for trial in range(SIGNALS):
         before, begun = run.newest(), len(attempts(run.log))
         job = run.start()

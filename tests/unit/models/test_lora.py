@@ -65,7 +65,7 @@ def test_names_that_cannot_be_meant_are_refused(tiny):
         ({"peft_args": {"init_lora_weights": "pissa"}}, "peft_args.init_lora_weights", "is not initialized"),
         ({"peft_args": {"init_lora_weights": False}}, "peft_args.init_lora_weights", "write true or gaussian"),
         ({"peft_args": {"ensure_weight_tying": True}}, "peft_args.ensure_weight_tying", "drop it"),
-        ({"peft_args": {"rank_pattern": {"k_proj": 3}}}, "peft_args", r"did not match .*'k_proj'"),
+        ({"peft_args": {"rank_pattern": {"k_proj": 3}}}, "peft_args.rank_pattern", r"\['k_proj'\], which fit nothing"),
         ({"peft_args": {"layers_to_transform": [0, 9]}}, "peft_args.layers_to_transform", "no layer of that number"),
         ({"peft_args": {"exclude_modules": ["kk"]}, "target_modules": ["q_proj"]}, "peft_args", "no modules were"),
         ({"peft_args": {"layers_to_transform": [0]}, "target_modules": ".*q_proj"}, "peft_args", "`layers_to_tr"),

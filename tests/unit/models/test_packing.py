@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import masking_utils
 
+from lit_fsdp.config.model import WITHOUT_SDPA
 from lit_fsdp.data.batches import collate, collate_packs
 from lit_fsdp.models.attention import by_sample
 from lit_fsdp.models.loss import causal_lm_forward, plan_loss, sample_losses
@@ -88,6 +89,35 @@ def test_packed_is_as_alone_in_fp32():
                 alone = {"input_ids": ids, "position_ids": torch.arange(end - begin)[None]}
                 found, wanted = packed[begin:end], last_hidden_states(model, alone, "sdpa")[0]
                 assert (found - wanted).norm() / wanted.norm() <= 5e-6, (family, is_split)
+
+
+@pytest.mark.parametrize("family", [family for family in WITHOUT_SDPA if family in FAMILIES_OF_ALL])
+def test_caps_and_sinks_are_those_of_each_sample_alone(family: str):
+    """As transformers' own attention has them: states, every gradient, and what is generated."""
+    model, batch = random_model(family, True, **_WINDOW), _batch()
+    assert (model.config._attn_implementation, _isolation(model).change <= 1e-5) == ("sdpa_by_sample", True)
+    for name, param in model.named_parameters():
+        if name.endswith("sinks"):
+            torch.nn.init.normal_(param)
+    states = model.model(**model_inputs(batch, "sdpa_by_sample")).last_hidden_state[0]
+    weights = torch.linspace(-1, 1, states.numel()).view_as(states)
+    (states * weights).sum().backward()
+    found = {name: param.grad.clone() for name, param in model.named_parameters() if param.grad is not None}
+    asked = {"input_ids": batch["input_ids"][:, :9], "attention_mask": torch.ones(2, 9, dtype=torch.long)}
+    asked["attention_mask"][0, :4] = 0  # padded on the left
+    words = model.generate(**asked, max_new_tokens=12, do_sample=False)
+    by_sample(model, False)
+    assert model.config._attn_implementation == "eager"
+    assert torch.equal(words, model.generate(**asked, max_new_tokens=12, do_sample=False))
+    model.zero_grad()
+    for begin, end in pairwise(batch["cu_seq_lens"].tolist()):
+        alone = {"input_ids": batch["input_ids"].flatten()[None, begin:end]}
+        wanted = model.model(**alone).last_hidden_state[0]
+        assert (states[begin:end] - wanted).norm() / wanted.norm() <= 5e-6
+        (wanted * weights[begin:end]).sum().backward()
+    for name, param in model.named_parameters():
+        if param.grad is not None:
+            assert (found[name] - param.grad).norm() <= 1e-4 * param.grad.norm(), name
 
 
 class _Largest(TorchDispatchMode):

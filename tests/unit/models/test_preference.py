@@ -124,7 +124,8 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("shared", {}),
     "llama-with-dropout": ("whole", {"attention_dropout": 0.1}),
     "mixtral-with-router-loss": ("whole", {"output_router_logits": True}),
-    "gpt_oss": ("padded", {}),
+    "gemma2": ("shared", _WINDOW),
+    "gpt_oss": ("shared", _WINDOW),
     "qwen3_next": ("padded", {}),
 }
 

@@ -1,0 +1,63 @@
+"""Adapters on experts that are kept in one tensor: the losses of plain peft, and exports that peft and others load."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from lit_fsdp.models.miniature import shrink
+from lit_fsdp.models.tokenizers import miniature_tokenizer
+from tests.dist.forks import RankError, on_ranks
+from tests.dist.lora_jobs import peft_losses
+from tests.dist.matrix import worst_difference
+from tests.dist.reference import save_tiny
+from tests.unit.models.families import FAMILIES
+
+ALL = {"r": 4, "alpha": 8, "target_modules": "all-linear"}
+_FEW = ("qwen3_moe", "gpt_oss", "llama4_text")  # grouped products; transposed and with biases; in a way of its own
+_MORE = (
+    "mixtral qwen2_moe qwen3_next olmoe deepseek_v3 glm4_moe granitemoe phimoe ernie4_5_moe dots1 minimax_m2".split()
+)
+_ALL = tuple(family for family in (*_FEW, *_MORE.split()) if family in FAMILIES)
+_NOISE = re.compile("drop|jitter")
+
+
+def _saved(family: str, place: Path) -> str:
+    config = shrink(AutoConfig.for_model(family), miniature_tokenizer())
+    values = config.to_dict().items()
+    config.update(dict.fromkeys((n for n, v in values if isinstance(v, float) and _NOISE.search(n)), 0.0))
+    save_tiny(place / family, config)
+    return str(place / family)
+
+
+@pytest.mark.parametrize(
+    "families", [_FEW, pytest.param(_ALL, id="all", marks=pytest.mark.long("each of 14 families under three engines"))]
+)
+def test_losses_are_those_of_plain_peft(families: tuple[str, ...], tmp_path: Path) -> None:
+    cases: list[tuple[int, dict[str, Any]]] = [
+        (2, {"engine": "fsdp2", "activation_checkpointing": "full"}),
+        (2, {"engine": "fsdp1"}),
+        (1, {"engine": "single"}),
+    ]
+    wrong = {}
+    for family in families:
+        folder = _saved(family, tmp_path)
+        attention = AutoModelForCausalLM.from_pretrained(folder).config._attn_implementation
+        wanted = peft_losses(folder, ALL, attn_implementation=attention)
+        for ranks, strategy in cases:
+            job: dict[str, Any] = {"folder": folder, "model": {"lora": ALL}}
+            try:
+                (found, *_) = on_ranks("train_lora", ranks, strategy={**strategy, "precision": "fp32"}, **job)
+            except RankError as error:
+                wrong[family, strategy["engine"]] = str(error)
+                continue
+            adapted = {name.rpartition(".lora_A")[0] for name in found["trained"] if ".lora_A." in name}
+            on_experts = [name for name in adapted if "expert" in name or "block_sparse_moe" in name]
+            is_right = worst_difference(found["losses"], wanted) < 1e-5 and found["changed"] == []
+            if not is_right or not on_experts or not found["losses"][-1] < found["losses"][0]:
+                wrong[family, strategy["engine"]] = (found["losses"], wanted, on_experts)
+    assert not wrong, "\n".join(f"{case}: {found}" for case, found in wrong.items())
