@@ -21,6 +21,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lit_fsdp.callbacks.checkpoint import Checkpoint
+from lit_fsdp.callbacks.expert_load import ExpertLoad
 from lit_fsdp.callbacks.isolation import IsolationProof
 from lit_fsdp.callbacks.loggers import RunCSVLogger, go_on_logging
 from lit_fsdp.callbacks.progress import RunProgress
@@ -257,7 +258,8 @@ class RecipeCLI(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """The Trainer with our callbacks and ``metrics.csv`` beside whatever the recipe adds."""
         given = self._get(self.config_init, "trainer")
-        callbacks: list[Any] = [StopOnSignal(FLAGS), RunRecord(), IsolationProof(), Throughput(), PredictionWriter()]
+        callbacks: list[Any] = [StopOnSignal(FLAGS), RunRecord(), IsolationProof(), Throughput()]
+        callbacks += [ExpertLoad(), PredictionWriter()]
         samples = self._get(self.config_init, "samples")
         self.samples = None if samples.prompts is None else Samples(**vars(samples))
         callbacks += [] if self.samples is None else [self.samples]

@@ -8,6 +8,7 @@ names are found as ever. Only names grow: ``q_proj.weight`` becomes ``q_proj.bas
 from __future__ import annotations
 
 import difflib
+import logging
 import math
 import re
 import warnings
@@ -26,6 +27,7 @@ from lit_fsdp.models.experts import apply_grouped_factors, fused_experts
 from lit_fsdp.models.quantize import apply_nf4, pack
 from lit_fsdp.models.weights import Weights, seeded, tied_groups
 
+_log = logging.getLogger(__name__)
 _PATH = "model.lora"
 _ADAPTER = "default"
 _HANDED = ("layers_to_transform", "layers_pattern", "exclude_modules", "rank_pattern", "alpha_pattern")
@@ -136,11 +138,15 @@ def _targets(
     """What peft gets as ``target_modules`` and ``target_parameters``: its own all-linear adapts routers as well."""
     linears, fused, path = _linears(model), fused_experts(model), f"{_PATH}.target_modules"
     asked = config.target_modules
-    no_routers = [name for name in linears if not (fused and _ROUTERS.search(name))]
+    mistaken = _mistaken(model, linears)
+    no_routers = [n for n in linears if not (fused and _ROUTERS.search(n)) and n.rpartition(".")[2] not in mistaken]
     targets: list[str] | str | None = asked
     parameters: list[str] = []
     if asked == "all-linear" or (asked is None and not is_known):
         targets, parameters = no_routers, list(fused) if asked else []
+        if left_out := sorted({_end(name) for name in linears if name.rpartition(".")[2] in mistaken}):
+            text = "model.lora: without adapters, as peft takes them for experts: %s"
+            _log.warning(text, ", ".join(left_out))
     elif asked == "attention-only":
         targets = [name for name in no_routers if _ATTENTION.search(name)]
         given = f"attention-only for {model.config.model_type}, in which no linear layer is called so"
@@ -151,29 +157,58 @@ def _targets(
         given, fix = f"{asked!r}, which fits no whole name", f"write [{asked}], or '.*{asked}'"
         require(found or parameters, path, given, f"names such as {linears[0]}", fix)
         _check_names(model, "target_modules", found, layers)
-        targets = asked if found else []
+        targets = found if fused or not found else asked  # in mixtures peft may widen it to all layers of that end
     elif asked is not None:
-        own = {n: p for n, p in model.named_parameters() if p.ndim in (2, 3) and n.rpartition(".")[0] not in linears}
-        ends = {wanted: [name for name in own if f".{name}".endswith(f".{wanted}")] for wanted in asked}
-        parameters = [name for wanted in asked for name in ends[wanted]]
-        targets = [wanted for wanted in asked if not ends[wanted]]
+        modules = [f".{name}" for name, _ in model.named_modules()]
+        others = [wanted for wanted in asked if not any(name.endswith(f".{wanted}") for name in modules)]
+        matrices = [name for name, param in model.named_parameters() if param.ndim in (2, 3)]
+        parameters = [name for name in matrices if f".{name}".endswith(tuple(f".{wanted}" for wanted in others))]
+        targets = [wanted for wanted in asked if not any(f".{name}".endswith(f".{wanted}") for name in parameters)]
         _check_names(model, "target_modules", targets, layers)
+    wrong = [] if isinstance(targets, str) else [n for n in targets or () if n.rpartition(".")[2] in mistaken]
+    given = f"{', '.join(wrong[:3])}, which peft takes for experts of {model.config.model_type}"
+    fix = f"name the experts' tensors: {', '.join(sorted({_end(name) for name in fused}))}"
+    require(not wrong, path, given, "layers that peft adapts under their names", fix)
     if more.get("layers_to_transform") is not None:  # peft takes whole names, and parameters, in every layer
         if targets is no_routers:
             targets = sorted({name.rpartition(".")[2] for name in targets})
         parameters = [name for name in parameters if any(f".{number}." in name for number in _numbers(more))]
-    given = f"experts of {model.config.model_type}, which are kept in one tensor"
+    experts = f"experts of {model.config.model_type}, which are kept in one tensor"
     for field, is_set in (
         ("dropout", config.dropout),
         ("use_dora", config.use_dora),
         ("peft_args.exclude_modules", more.get("exclude_modules")),
     ):
-        value, fix = f"set, with adapters on {given}", f"drop {field}, or target_modules: attention-only"
+        value, fix = f"set, with adapters on {experts}", f"drop {field}, or target_modules: attention-only"
         require(not (parameters and is_set), f"{_PATH}.{field}", value, "unset: peft has it for layers alone", fix)
     fix = "drop quantize, and shard over more GPUs: lit-fsdp plan says how many"
-    value = f"nf4 for the {given}"
+    value = f"nf4 for the {experts}"
     require(not (fused and config.quantize), f"{_PATH}.quantize", value, "null: they would stay in 16 bits", fix)
     return targets, parameters
+
+
+def _mistaken(model: PreTrainedModel, linears: list[str]) -> set[str]:
+    """The ends of linear layers that peft takes for experts: in some families it reads the names of earlier releases.
+
+    Source: https://github.com/huggingface/peft/issues/3711; nothing is found any more once that is mended.
+    """
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+    found = set()
+    for end in {name.rpartition(".")[2] for name in linears}:
+        probe = _peft().LoraConfig(target_modules=[end])
+        try:
+            convert_peft_config_for_transformers(probe, model, None)
+        except ValueError:  # an end alone is not enough there
+            found.add(end)
+        if end not in probe.target_modules:
+            found.add(end)
+    return found
+
+
+def _end(name: str) -> str:
+    """A name without the layer's number and what comes before it."""
+    return re.sub(r".*\.\d+\.", "", name)
 
 
 def _linears(model: PreTrainedModel) -> list[str]:

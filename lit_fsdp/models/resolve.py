@@ -121,8 +121,11 @@ def _find(name: Any, config: ModelConfig, with_weights: bool) -> tuple[Pretraine
         found = AutoConfig.from_pretrained(folder, **options)
         values = PretrainedConfig.get_config_dict(folder)[0]
     _keep_rope(found, values, str(folder / "config.json"))
-    is_packed, fix = getattr(found, "quantization_config", None), "start from the model's bf16 or fp32 version"
-    require(not is_packed, _FIELD, f"{folder}, which is quantized", "weights that can be trained", fix)
+    packed, fix = values.get("quantization_config"), "start from the model's bf16 or fp32 version"
+    if packed and packed.get("quant_method") == "mxfp4":  # which is unpacked as it is read
+        del found.quantization_config
+        packed = None
+    require(not packed, _FIELD, f"{folder}, which is quantized", "weights that can be trained, or in MXFP4", fix)
     return _text_part(found), folder if with_weights else None
 
 

@@ -10,7 +10,7 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +30,8 @@ _EXPERT_PARTS = {  # what a tensor of all experts is made of where each is store
     "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
     "down_proj": (("down_proj",), ("w2",)),
 }
+
+_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 # a part of the name of a tensor that no plain model has: bitsandbytes, GPTQ, AWQ, MXFP4, fp8, HQQ, torchao and others
 _QUANTIZED = re.compile(
@@ -101,13 +103,45 @@ class StoredExperts(NamedTuple):
         return whole
 
 
+class StoredMxfp4(NamedTuple):
+    """A tensor of all experts in MXFP4, as GPT-OSS is published: 32 numbers of 4 bits share an exponent.
+
+    Shapes: E experts, O outputs, I inputs. Source: OCP Microscaling Formats (MX), version 1.0.
+    """
+
+    blocks: Stored
+    """(E, O, I / 32, 16): two numbers in a byte, the first in its lower half."""
+    exponents: Stored
+    """(E, O, I / 32), above -127."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(E, I, O), of the whole in the model."""
+        experts, outputs, blocks = self.exponents.shape
+        return experts, 32 * blocks, outputs
+
+    def read(self, rows: slice | None = None) -> torch.Tensor:
+        """As :meth:`Stored.read`, in bf16, which holds every number; one expert is unpacked at a time."""
+        chosen = range(self.shape[0])[rows or slice(None)]
+        whole = torch.empty(len(chosen), *self.shape[1:], dtype=torch.bfloat16)
+        for expert, number in zip(whole, chosen, strict=True):
+            packed, exponents = (part.read(slice(number, number + 1))[0] for part in self)
+            codes = torch.stack([packed & 15, packed >> 4], dim=-1).int()
+            values = torch.ldexp(torch.tensor(_FP4)[codes], exponents[:, :, None, None].int() - 127)
+            expert.copy_(values.flatten(1).t())
+        return whole
+
+
+_Readable = Stored | StoredExperts | StoredMxfp4
+
+
 class Match(NamedTuple):
     """A model held against a folder: what is ``found`` by the model's names, tied ones all with the one stored.
 
     ``missing`` are names of the model, ``unexpected`` names in the folder, ``misshapen`` lines of text.
     """
 
-    found: dict[str, Stored | StoredExperts]
+    found: dict[str, _Readable]
     missing: list[str]
     unexpected: list[str]
     misshapen: list[str]
@@ -122,7 +156,9 @@ class Weights:
     projections from the attention block), so the module's ancestors get their turn too, nearest first.
     """
 
-    def __init__(self, model: PreTrainedModel, seed: int, stored: dict[str, Stored | StoredExperts]) -> None:
+    def __init__(
+        self, model: PreTrainedModel, seed: int, stored: Mapping[str, Stored | StoredExperts | StoredMxfp4]
+    ) -> None:
         self._seed, self._stored = seed, stored
         self._first_owner = {name: names[0] for names in tied_groups(model) for name in names}
         self._modules = dict(copy.deepcopy(model).named_modules(remove_duplicate=False))
@@ -241,7 +277,7 @@ def match_names(model: PreTrainedModel, tensors: dict[str, Stored]) -> Match:
     A name in the folder may lack the model's base prefix (``h.0.…`` for ``transformer.h.0.…``) or carry one that the
     model lacks; a tied parameter may be stored under any of its names, and experts each by themselves.
     """
-    found: dict[str, Stored | StoredExperts] = {}
+    found: dict[str, _Readable] = {}
     used: set[str] = set()
     groups = tied_groups(model)
     shapes = {name: tuple(t.shape) for name, t in model.state_dict(keep_vars=True).items()}
@@ -250,6 +286,10 @@ def match_names(model: PreTrainedModel, tensors: dict[str, Stored]) -> Match:
             if candidate in tensors:
                 used.add(candidate)
                 found.update({name: found.get(name, tensors[candidate]) for name in names})
+            packed = [f"{candidate}_blocks", f"{candidate}_scales"]
+            if all(part in tensors for part in packed):
+                used.update(packed)
+                found[names[0]] = StoredMxfp4(*(tensors[part] for part in packed))
         if names[0] not in found and (experts := _experts(model, names[0], shapes[names[0]], tensors)):
             used |= {part.name for parts in experts.parts for part in parts}
             found[names[0]] = experts

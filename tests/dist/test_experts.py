@@ -19,21 +19,21 @@ from tests.unit.models.families import FAMILIES
 
 ALL = {"r": 4, "alpha": 8, "target_modules": "all-linear"}
 _FEW = ("qwen3_moe", "gpt_oss", "llama4_text")  # grouped products; transposed and with biases; in a way of its own
-_MORE = (
-    "mixtral qwen2_moe qwen3_next olmoe deepseek_v3 glm4_moe granitemoe phimoe ernie4_5_moe dots1 minimax_m2".split()
-)
+_MORE = "mixtral qwen2_moe qwen3_next olmoe deepseek_v3 glm4_moe granitemoe phimoe ernie4_5_moe dots1 minimax_m2"
 _ALL = tuple(family for family in (*_FEW, *_MORE.split()) if family in FAMILIES)
 _NOISE = re.compile("drop|jitter")
 
 
 def _saved(family: str, place: Path) -> str:
-    config = shrink(AutoConfig.for_model(family), miniature_tokenizer())
+    sizes = {"n_routed_experts": 4, "n_shared_experts": 1} if family == "dots1" else {}  # none by default
+    config = shrink(AutoConfig.for_model(family, **sizes), miniature_tokenizer())
     values = config.to_dict().items()
     config.update(dict.fromkeys((n for n, v in values if isinstance(v, float) and _NOISE.search(n)), 0.0))
     save_tiny(place / family, config)
     return str(place / family)
 
 
+@pytest.mark.filterwarnings("ignore:The following rank_pattern keys did not match")  # of peft, which it obeys
 @pytest.mark.parametrize(
     "families", [_FEW, pytest.param(_ALL, id="all", marks=pytest.mark.long("each of 14 families under three engines"))]
 )
@@ -57,7 +57,8 @@ def test_losses_are_those_of_plain_peft(families: tuple[str, ...], tmp_path: Pat
                 continue
             adapted = {name.rpartition(".lora_A")[0] for name in found["trained"] if ".lora_A." in name}
             on_experts = [name for name in adapted if "expert" in name or "block_sparse_moe" in name]
-            is_right = worst_difference(found["losses"], wanted) < 1e-5 and found["changed"] == []
+            is_right = not any("router" in name or "gate." in name for name in adapted)
+            is_right = is_right and worst_difference(found["losses"], wanted) < 1e-5 and found["changed"] == []
             if not is_right or not on_experts or not found["losses"][-1] < found["losses"][0]:
                 wrong[family, strategy["engine"]] = (found["losses"], wanted, on_experts)
     assert not wrong, "\n".join(f"{case}: {found}" for case, found in wrong.items())

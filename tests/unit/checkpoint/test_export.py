@@ -12,7 +12,7 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig
 
 from lit_fsdp.checkpoint.export import export
 from lit_fsdp.checkpoint.export_verify import find_export_differences
@@ -31,6 +31,7 @@ LLAMA: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_attent
 CONFIGS = {
     "llama": LlamaConfig(num_hidden_layers=2, tie_word_embeddings=True, **LLAMA),
     "untied": LlamaConfig(num_hidden_layers=1, tie_word_embeddings=False, **LLAMA),
+    "mixtral": MixtralConfig(num_hidden_layers=1, num_local_experts=4, num_key_value_heads=2, **LLAMA),
     "gpt2": GPT2Config(n_embd=16, n_layer=1, n_head=2, n_positions=32, **SIZES),
 }
 TIED = {"llama": {"lm_head.weight": "model.embed_tokens.weight"}, "gpt2": {"lm_head.weight": "transformer.wte.weight"}}
@@ -163,6 +164,7 @@ def test_adapters_alone_and_merged_are_the_live_model(tmp_path: Path) -> None:
         ("untied", "sharded", {"target_modules": ["q_proj", "embed_tokens"], "r": 4}),
         ("untied", "sharded", {"modules_to_save": ["lm_head", "norm"], "r": 4}),
         ("gpt2", "sharded", {"r": 4, "modules_to_save": ["ln_f"]}),
+        ("mixtral", "sharded", {"r": 4, "target_modules": "all-linear"}),
     ]
     for number, (family, layout, lora) in enumerate(cases):
         place = tmp_path / str(number)

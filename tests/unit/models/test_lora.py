@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import warnings
 
 import peft
 import pytest
@@ -15,7 +16,7 @@ from lit_fsdp.config.model import LoraConfig
 from lit_fsdp.config.parser import build
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.models.build import build_on_meta, freeze_parameters
-from lit_fsdp.models.lora import LoraWeights, apply_lora, apply_saved_lora
+from lit_fsdp.models.lora import LoraWeights, apply_lora, apply_saved_lora, base_name
 from lit_fsdp.models.quantize import apply_nf4
 from lit_fsdp.parallel.units import quantized_layers
 from tests.unit.models.conftest import fill, opened
@@ -105,6 +106,73 @@ def test_arguments_of_peft_choose_the_layers_that_peft_itself_chooses(tiny):
     names = [name for name, _ in ours.named_modules() if name.endswith("lora_A")]
     assert len(names) == 7
     assert all(".layers.1." in name for name in names)
+
+
+def test_experts_in_one_tensor_are_adapted_routers_are_not(tiny, caplog):
+    """What is named is adapted, in peft too after a save, and no more than that, whatever peft takes for experts."""
+    of_attention, experts = (
+        {"q_proj", "k_proj", "v_proj", "o_proj"},
+        {"mlp.experts.gate_up_proj", "mlp.experts.down_proj"},
+    )
+    for family, lora, wanted in (
+        ("qwen3_moe", {"target_modules": "all-linear"}, {0: of_attention | experts, 1: of_attention | experts}),
+        ("qwen3_moe", {"target_modules": "attention-only"}, {0: of_attention, 1: of_attention}),
+        (
+            "qwen3_moe",
+            {"target_modules": ["q_proj", "experts.down_proj"]},
+            {n: {"q_proj", *experts} - {"mlp.experts.gate_up_proj"} for n in (0, 1)},
+        ),
+        ("qwen3_moe", {"target_modules": ["mlp.gate.weight"]}, {n: {"mlp.gate.weight"} for n in (0, 1)}),
+        (
+            "qwen3_moe",
+            {"target_modules": r".*layers\.1\..*(q_proj|down_proj)"},
+            {1: {"q_proj", "mlp.experts.down_proj"}},
+        ),
+        (
+            "qwen3_moe",
+            {"target_modules": "all-linear", "peft_args": {"layers_to_transform": [1]}},
+            {1: of_attention | experts},
+        ),
+        ("glm4_moe", {"target_modules": "all-linear"}, {0: of_attention, 1: of_attention | experts}),
+    ):
+        model, again = build_on_meta(tiny(family)), build_on_meta(tiny(family))
+        saved = apply_lora(model, LoraConfig(r=2, **lora))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            apply_saved_lora(again, json.loads(json.dumps(saved)))
+        names = [{n: p.shape for n, p in one.named_parameters() if ".lora_" in n} for one in (model, again)]
+        assert names[0] == names[1]
+        found = {}
+        for name, module in model.named_modules():
+            if hasattr(module, "lora_A"):
+                place = base_name(".".join(filter(None, (name, getattr(module, "parameter_name", "")))))
+                number, _, end = place.removeprefix("model.layers.").partition(".")
+                found.setdefault(int(number), set()).add(end.removeprefix("self_attn."))
+        assert found == wanted, (family, lora)
+    assert "without adapters, as peft takes them for experts: mlp.down_proj, mlp.gate_proj" in caplog.text
+    model = build_on_meta(tiny("qwen3_moe"))
+    ranks = {"rank_pattern": {"mlp.experts.down_proj": 5}}
+    apply_lora(model, LoraConfig(r=2, target_modules="all-linear", peft_args=ranks))
+    assert model.model.layers[0].mlp.experts.lora_A["default"].weight.shape[0] == 5 * 4
+    for family, lora, field, text in (
+        ("qwen3_moe", {"dropout": 0.1}, "dropout", "drop dropout, or target_modules: attention-only"),
+        ("qwen3_moe", {"use_dora": True}, "use_dora", "peft has it for layers alone"),
+        ("qwen3_moe", {"peft_args": {"exclude_modules": ["q_proj"]}}, "peft_args.exclude_modules", "layers alone"),
+        ("qwen3_moe", {"quantize": "nf4"}, "quantize", "experts of qwen3_moe, which are kept in one tensor"),
+        (
+            "glm4_moe",
+            {"target_modules": ["gate_proj"]},
+            "target_modules",
+            "name the experts' tensors: mlp.experts.down",
+        ),
+        ("llama", {"target_modules": ["experts.down_proj"]}, "target_modules", "'experts.down_proj'"),
+        ("gpt2", {"target_modules": "attention-only", "r": 0}, "r", "r: got 0"),
+    ):
+        with pytest.raises(ConfigError, match=text) as error:
+            apply_lora(
+                build_on_meta(tiny(family)), build(LoraConfig, {"target_modules": "all-linear", **lora}, "model.lora")
+            )
+        assert error.value.field == f"model.lora.{field}"
 
 
 def test_linear_layers_but_the_head_and_what_is_trained_whole_are_packed(tiny):

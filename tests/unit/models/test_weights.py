@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import logging
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from lit_fsdp.config.model import ModelConfig
-from lit_fsdp.errors import CheckpointError
+from lit_fsdp.errors import CheckpointError, ConfigError
 from lit_fsdp.models.build import build_on_meta
 from lit_fsdp.models.resolve import resolve_model
 from lit_fsdp.models.weights import ModelSource, open_weights
@@ -38,6 +40,39 @@ def test_files_as_they_are_found(saved):
         assert list(tensors(filled)) == list(tensors(expected))
         for name, tensor in tensors(expected).items():
             assert torch.equal(tensors(filled)[name], tensor), name
+
+
+def test_experts_in_mxfp4_are_unpacked_as_they_are_read(saved):
+    """To the numbers of transformers, and a rank's experts alone; GPT-OSS is published so."""
+    folder, packed = saved("gpt_oss", config={"intermediate_size": 64}), {}
+    (folder / "config.json").write_text(
+        json.dumps(
+            {
+                **json.loads((folder / "config.json").read_text()),
+                "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
+            }
+        )
+    )
+
+    def pack(stored):
+        for name in [name for name in stored if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+            experts, inputs, outputs = stored.pop(name).shape
+            blocks = torch.randint(256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
+            exponents = torch.randint(110, 135, blocks.shape[:3], dtype=torch.uint8)
+            packed[name] = convert_moe_packed_tensors(blocks, exponents)
+            stored |= {f"{name}_blocks": blocks, f"{name}_scales": exponents}
+        return stored
+
+    _rewrite(folder, pack)
+    source, weights, model = opened(folder)
+    assert (source.weights_folder, len(packed)) == (folder, 4)
+    for name, whole in packed.items():
+        assert whole.shape == model.get_parameter(name).shape
+        assert torch.equal(weights.read_named(name), whole)
+        assert torch.equal(weights.read_named(name, slice(1, 3)), whole[1:3])
+    _rewrite(folder, lambda stored: {name: t for name, t in stored.items() if not name.endswith("gate_up_proj_scales")})
+    with pytest.raises(ConfigError, match=r"which is quantized: it holds .*gate_up_proj_blocks"):
+        resolve_model(ModelConfig(name=str(folder)))
 
 
 def test_missing_and_misshapen_tensors_are_named(saved):

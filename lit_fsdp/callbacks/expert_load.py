@@ -1,0 +1,73 @@
+"""How evenly the routers of a mixture spread tokens over experts, from counts that stay on the device."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from lit_fsdp.parallel.units import clean_name
+
+_CHOICES = "top_k_index"  # of the experts' forward in transformers: the experts of each token
+
+
+class ExpertLoad(Callback):
+    """Logs the load of experts over all ranks and the steps since it was last logged, every ``log_every_n_steps``.
+
+    ``expert_largest_share`` is that of the tokens of a layer that its busiest expert got, the largest of all layers;
+    ``expert_entropy`` that of the shares divided by the logarithm of the number of experts, 1 if all get the same, the
+    mean over layers; ``experts_unused`` counts experts of all layers without a token. Of models whose experts are not
+    given the choices of the router nothing is logged.
+    """
+
+    def __init__(self) -> None:
+        self._counts: list[torch.Tensor] = []
+        self._handles: list[Any] = []
+        self._seen_step = 0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Watch the experts of the live model; what peft wraps around them is called in their place."""
+        modules = {clean_name(name): module for name, module in pl_module.named_modules()}
+        self._seen_step = trainer.global_step
+        for name, module in modules.items():
+            parameters = list(inspect.signature(type(module).forward).parameters)
+            if _CHOICES in parameters and hasattr(module, "num_experts"):
+                counts = torch.zeros(module.num_experts, dtype=torch.float32, device=trainer.strategy.root_device)
+                count = functools.partial(_count, counts, parameters.index(_CHOICES) - 1)
+                outermost = modules[name.split(".base_layer", 1)[0]]
+                self._handles.append(outermost.register_forward_pre_hook(count, with_kwargs=True))
+                self._counts.append(counts)
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *batch: Any) -> None:
+        """After an optimizer step log every ``log_every_n_steps``; nothing waits for the device."""
+        is_step, self._seen_step = trainer.global_step != self._seen_step, trainer.global_step
+        every = max(1, trainer.log_every_n_steps)  # type: ignore[attr-defined]
+        if not self._counts or not is_step or trainer.global_step % every:
+            return
+        counts = [trainer.strategy.reduce(counts.clone(), reduce_op="sum") for counts in self._counts]
+        shares = [layer / layer.sum().clamp(min=1) for layer in map(torch.as_tensor, counts)]
+        entropies = [torch.special.entr(share).sum() / math.log(max(2, len(share))) for share in shares]
+        found = {
+            "expert_largest_share": torch.stack([share.max() for share in shares]).max(),
+            "expert_entropy": torch.stack(entropies).mean(),
+            "experts_unused": torch.stack([(share == 0).sum() for share in shares]).sum().float(),
+        }
+        pl_module.log_dict(found)
+        for layer in self._counts:
+            layer.zero_()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Leave the model as it was."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._counts = [], []
+
+
+def _count(counts_E: torch.Tensor, place: int, module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    if module.training:
+        chosen = (kwargs[_CHOICES] if _CHOICES in kwargs else args[place]).flatten()
+        counts_E.scatter_add_(0, chosen, torch.ones_like(chosen, dtype=counts_E.dtype))

@@ -1,0 +1,73 @@
+"""The load of experts is that of the router's choices, between two logged steps, whatever is around the experts."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from lit_fsdp.callbacks.expert_load import ExpertLoad
+from lit_fsdp.config.model import LoraConfig
+from lit_fsdp.models.lora import apply_lora
+from tests.unit.models.families import tiny
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+def test_what_is_logged_is_what_the_router_chose(lora: bool):
+    torch.manual_seed(0)
+    model: Any = AutoModelForCausalLM.from_config(tiny("mixtral")).train()
+    if lora:
+        apply_lora(model, LoraConfig(target_modules="all-linear"))
+        for name, param in list(model.named_parameters()):
+            if param.is_meta:
+                owner = model.get_submodule(name.rpartition(".")[0])
+                owner.weight = nn.Parameter(torch.zeros(param.shape))
+    logged: list[dict[str, torch.Tensor]] = []
+    strategy = SimpleNamespace(root_device=torch.device("cpu"), reduce=lambda x, reduce_op: 2 * x)  # two ranks
+    trainer: Any = SimpleNamespace(strategy=strategy, global_step=0, log_every_n_steps=2)
+    holder: Any = nn.Module()
+    holder.model, holder.log_dict = model, logged.append
+    load, chosen = ExpertLoad(), []
+    load.on_train_start(trainer, holder)
+    gates = [module for name, module in model.named_modules() if name.endswith("mlp.gate")]
+    for gate in gates:
+        gate.register_forward_hook(lambda gate, args, out: chosen.append(out[-1]))
+    for step in range(1, 3):
+        ids = torch.full((1, 9), 7) if step == 2 else torch.arange(3, 43).reshape(2, 20)
+        model(input_ids=ids, use_cache=False)
+        with torch.no_grad():
+            model.eval()(input_ids=ids, use_cache=False)  # validation does not count
+            chosen[-len(gates) :] = []
+        model.train()
+        trainer.global_step = step
+        load.on_train_batch_end(trainer, holder, None, None, 0)
+    layers = [
+        torch.cat([c.flatten() for c in chosen[i :: len(gates)]]).bincount(minlength=4) for i in range(len(gates))
+    ]
+    shares = [layer / layer.sum() for layer in layers]
+    (found,) = logged
+    assert found["expert_largest_share"] == pytest.approx(max(float(share.max()) for share in shares))
+    assert found["experts_unused"] == sum(int((layer == 0).sum()) for layer in layers)
+    entropies = [torch.distributions.Categorical(share).entropy() / torch.tensor(4.0).log() for share in shares]
+    assert found["expert_entropy"] == pytest.approx(float(torch.stack(entropies).mean()), rel=1e-5)
+    trainer.global_step = 3
+    load.on_train_batch_end(trainer, holder, None, None, 0)
+    assert len(logged) == 1
+    load.on_train_end(trainer, holder)
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_a_model_without_experts_logs_nothing():
+    holder: Any = nn.Module()
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    holder.model = AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=8, **sizes))
+    strategy = SimpleNamespace(root_device=torch.device("cpu"))
+    trainer: Any = SimpleNamespace(strategy=strategy, global_step=0, log_every_n_steps=1)
+    load = ExpertLoad()
+    load.on_train_start(trainer, holder)
+    trainer.global_step = 1
+    load.on_train_batch_end(trainer, holder, None, None, 0)  # would need log_dict
