@@ -390,7 +390,8 @@ class CausalLMModule(LightningModule):
     def checkpoint_manifest(self) -> dict[str, Any]:
         """How the tensors map to the transformers model; read by ``lit-fsdp export``."""
         ties = getattr(self.trainer.strategy, "_ties", {})
-        entry = model_entry(self.source, ties, self._adapter_config, self._kept_with_adapter, self._base)
+        experts = getattr(self._weights, "experts_apart", {})  # with adapters the base knows
+        entry = model_entry(self.source, ties, self._adapter_config, self._kept_with_adapter, self._base, experts)
         return {"model": {**entry, "config_overrides": self.config.config_overrides or {}}}
 
     def check_checkpoint(self, manifest: Manifest) -> None:

@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -60,6 +60,8 @@ class ExportPlan:
     """Of adapters to merge peft's layers, on meta, with their names; by the name of the weight in the export."""
     specs: Mapping[str, TensorSpec]
     """Dtype and shape by name in the export; a tied tensor once."""
+    parts: Mapping[str, tuple[str, int, slice]] = field(default_factory=dict)
+    """Of each expert's weights: the tensor of all experts in ``sources``, the expert's number, and the rows there."""
     files: Mapping[str, list[str]]
     """Names by weight file, as transformers numbers them."""
     base: BaseWeights | None = None
@@ -173,15 +175,32 @@ def _planned(
         spec = available[source]
         is_float = getattr(torch, spec.dtype).is_floating_point
         specs[name] = TensorSpec(kept if kept and is_float else spec.dtype, spec.shape)
+    apart = entry.get("experts", {}) | (base.experts_apart if base else {})
+    parts = {} if form == "adapter" else _parts(apart, specs)
     return ExportPlan(
         form=form,
         entry=entry,
+        parts=parts,
         sources=sources,
         layers=_lora_layers(base.model, entry["adapter"]) if base and form == "merge" else {},
         specs=specs,
         files=_files(specs, form, int(max_shard_gib * GIB)),
         base=base,
     )
+
+
+def _parts(apart: Mapping[str, Sequence[str]], specs: dict[str, TensorSpec]) -> dict[str, tuple[str, int, slice]]:
+    """Put the weights of each expert under their names in the base in the place of tensors of all experts."""
+    found = {}
+    for name, (owner, *words) in apart.items():
+        whole = specs.pop(name)
+        size = whole.shape[1] // len(words)
+        for number in range(whole.shape[0]):
+            for i, word in enumerate(words):
+                part = f"{owner}.{number}.{word}.weight"
+                specs[part] = TensorSpec(whole.dtype, (size, *whole.shape[2:]))
+                found[part] = name, number, slice(i * size, (i + 1) * size)
+    return found
 
 
 def base_name(name: str) -> str:
@@ -323,11 +342,18 @@ def _write_file(path: Path, manifest: Manifest, plan: ExportPlan, names: list[st
         assert plan.base is not None
         return plan.base.read(name.removeprefix(_BASE))
 
+    @functools.lru_cache(2)  # the tensors of a layer's experts, the parts of which take turns
+    def value(name: str) -> torch.Tensor:
+        return _merged(plan, name, read) if name in plan.layers else read(plan.sources[name])
+
     specs = {name: plan.specs[name] for name in names}
     of_base = {"base": json.dumps(plan.entry.get("base"))} if plan.form == "adapter" else {}
     with TensorFile(path, specs, {"format": "pt", **of_base}) as file:
         for name in file_order(specs):
-            file.append(name, _merged(plan, name, read) if name in plan.layers else read(plan.sources[name]))
+            whole, number, rows = plan.parts.get(name, (name, None, None))
+            file.append(name, value(whole) if number is None else value(whole)[number, rows].contiguous())
+            if number is None:
+                value.cache_clear()
 
 
 @torch.no_grad()

@@ -85,6 +85,11 @@ class BaseWeights:
             dtype = self._weights.read_named(name, slice(0, 0) if tensor.ndim else None).dtype
             self.specs[name] = str(dtype).removeprefix("torch."), tuple(tensor.shape)
 
+    @property
+    def experts_apart(self) -> dict[str, list[str]]:
+        """As of :class:`lit_fsdp.models.weights.Weights`."""
+        return self._weights.experts_apart
+
     def read(self, name: str) -> torch.Tensor:
         """One tensor on the CPU, in memory of its own."""
         stored = self._weights.read_named(name)

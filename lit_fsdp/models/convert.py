@@ -68,8 +68,11 @@ def _save_folder(model: PreTrainedModel, folder: Path, generation: dict[str, Any
     (folder / "config.json").write_bytes(json_bytes(config))
     if generation is not None:
         (folder / GENERATION).write_bytes(json_bytes(generation))
-    state = model.state_dict()
+    held = model.state_dict()
+    state = {names[0]: held[names[0]].contiguous() for names in tied_groups(model)}
+    for name, tensor in state.items():  # transformers leaves views where it has split what one tensor holds
+        state[name] = tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
     try:
-        save_torch_state_dict({names[0]: state[names[0]].contiguous() for names in tied_groups(model)}, folder)
+        save_torch_state_dict(state, folder)
     except SafetensorError as error:  # a full disk comes wrapped in it
         raise OSError(str(error)) from error

@@ -93,10 +93,12 @@ def model_entry(
     adapter_config: dict[str, Any] | None,
     kept_with_adapter: Sequence[str] = (),
     base: dict[str, Any] | None = None,
+    experts: dict[str, list[str]] | None = None,
 ) -> dict[str, Any]:
     """The ``model`` entry of a checkpoint's manifest: how the tensors map to the transformers model.
 
-    ``ties`` are names inside the LightningModule; ``kept_with_adapter`` belongs into the folder of exported adapters.
+    ``ties`` are names inside the LightningModule; ``kept_with_adapter`` belongs into the folder of exported adapters;
+    ``experts`` are :attr:`lit_fsdp.models.weights.Weights.experts_apart`.
     """
     return {
         "prefix": "model.",
@@ -105,4 +107,5 @@ def model_entry(
         "hub_name": source.hub_name,
         "adapter": adapter_config,
         "kept_with_adapter": list(kept_with_adapter),
+        "experts": experts or {},
     }

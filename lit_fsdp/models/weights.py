@@ -183,6 +183,16 @@ class Weights:
             raise CheckpointError(f"{name}: {text}")
         return value if rows is None else value[rows].clone()
 
+    @property
+    def experts_apart(self) -> dict[str, list[str]]:
+        """Of tensors of all experts whose files have each expert by itself: the owner there, and the parts' names."""
+        found = {}
+        for name, stored in self._stored.items():
+            if isinstance(stored, StoredExperts):
+                (owner, *_), *_ = parts = [part.name.rsplit(".", 3) for part in stored.parts[0]]
+                found[name] = [owner, *(word for _, _, word, _ in parts)]
+        return found
+
     @torch.no_grad()
     def _initialized(self, name: str) -> torch.Tensor:
         owner, _, attribute = name.rpartition(".")

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
+import torch
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from lit_fsdp.models.lora import apply_saved_lora
 from lit_fsdp.models.miniature import shrink
 from lit_fsdp.models.tokenizers import miniature_tokenizer
-from tests.dist.forks import RankError, on_ranks
+from tests.dist.forks import RankError, command, on_ranks
 from tests.dist.lora_jobs import peft_losses
 from tests.dist.matrix import worst_difference
 from tests.dist.reference import save_tiny
@@ -25,7 +30,9 @@ _NOISE = re.compile("drop|jitter")
 
 
 def _saved(family: str, place: Path) -> str:
-    sizes = {"n_routed_experts": 4, "n_shared_experts": 1} if family == "dots1" else {}  # none by default
+    sizes = (
+        {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1} if family == "dots1" else {}
+    )  # none by default
     config = shrink(AutoConfig.for_model(family, **sizes), miniature_tokenizer())
     values = config.to_dict().items()
     config.update(dict.fromkeys((n for n, v in values if isinstance(v, float) and _NOISE.search(n)), 0.0))
@@ -62,3 +69,42 @@ def test_losses_are_those_of_plain_peft(families: tuple[str, ...], tmp_path: Pat
             if not is_right or not on_experts or not found["losses"][-1] < found["losses"][0]:
                 wrong[family, strategy["engine"]] = (found["losses"], wanted, on_experts)
     assert not wrong, "\n".join(f"{case}: {found}" for case, found in wrong.items())
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # peft 0.21 on transformers 5.23
+def test_runs_go_on_and_are_exported_under_the_names_of_the_hub(tmp_path: Path) -> None:
+    """Adapters for plain peft, merged and full models with a file's tensor for each expert, as the base has them."""
+    folder = _saved("qwen3_moe", tmp_path)
+    on_disk = set(load_file(Path(folder) / "model.safetensors"))
+    assert "model.layers.1.mlp.experts.3.gate_proj.weight" in on_disk
+    job: dict[str, Any] = {"folder": folder, "model": {"lora": ALL}}
+    strategy = {"engine": "fsdp2", "precision": "fp32"}
+    (whole, _) = on_ranks("train_lora", 2, run=str(tmp_path / "a"), strategy=strategy, **job)
+    job["ckpt_path"] = str(tmp_path / "a/checkpoints/step-00000003")
+    (rest, _) = on_ranks("train_lora", 2, strategy=strategy, **job)
+    assert rest["losses"] == whole["losses"][3:]
+    (again,) = on_ranks("train_lora", 1, strategy={"engine": "ddp", "precision": "fp32"}, **job)
+    assert worst_difference(again["losses"], whole["losses"][3:]) < 1e-5
+    on_ranks("train", 2, folder=folder, strategy=strategy, run=str(tmp_path / "full"), every=3, steps=3)
+    for ckpt, out, flags in (
+        ("a/checkpoints/step-00000006", "adapter", []),
+        ("a/checkpoints/step-00000006", "merged", ["--merge"]),
+        ("full/checkpoints/step-00000003", "model", []),
+    ):
+        (done,) = command(1, ["export", "--ckpt", ckpt, "--verify", "--out", out, *flags], tmp_path)
+        assert (done.code, done.err) == (0, ""), done.err
+    live = AutoModelForCausalLM.from_pretrained(folder)
+    apply_saved_lora(live, json.loads((tmp_path / "adapter" / "adapter_config.json").read_text()))
+    live.load_state_dict(torch.load(tmp_path / "a" / "live.pt", weights_only=True), strict=False, assign=True)
+    ids = torch.arange(24).reshape(2, 12)
+    adapted = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    with torch.no_grad():
+        wanted, of_adapter, of_merged = (one.eval()(input_ids=ids).logits for one in (live, adapted, merged))
+    assert torch.equal(of_adapter, wanted)
+    torch.testing.assert_close(of_merged, wanted, rtol=1e-4, atol=1e-5)
+    for out in ("merged", "model"):
+        assert set(load_file(tmp_path / out / "model.safetensors")) == on_disk
+    trained = torch.load(tmp_path / "full" / "live.pt", weights_only=True)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32).state_dict()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in trained.items())

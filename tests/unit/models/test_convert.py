@@ -15,6 +15,7 @@ from lit_fsdp.config.model import ModelConfig
 from lit_fsdp.errors import CheckpointError
 from lit_fsdp.models.tokenizers import load_tokenizer, miniature_tokenizer
 from tests.unit.models.conftest import fill, opened
+from tests.unit.models.families import FAMILIES
 
 
 def _to_bin(folder, without=""):
@@ -33,6 +34,16 @@ def test_bin_files_keep_their_values(saved, cache):
     assert "lm_head.weight" not in load_file(source.weights_folder / "model.safetensors")
     model = fill(*both)
     assert all(torch.equal(t, expected[name].bfloat16().float()) for name, t in model.state_dict().items())
+
+
+@pytest.mark.skipif("sarvam_moe" not in FAMILIES, reason="of transformers 5.24")
+def test_what_transformers_splits_is_kept_in_parts(saved):
+    """Queries, keys and values lie in one tensor of the file, and are views of it in the model."""
+    folder = saved("sarvam_moe")
+    expected = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
+    source, *both = opened(folder)
+    assert source.weights_folder != folder
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in fill(*both).state_dict().items())
 
 
 def test_conversion_does_not_invent_tensors(saved, cache):
