@@ -34,7 +34,7 @@ from lit_fsdp.config.model import WITHOUT_SDPA
 _WINDOWS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
 _KNOWN_LAYERS = {"full_attention", "attention", *_WINDOWS}
 _NO_PRODUCT = {"original_module", "lora_embedding_A", "token_adapter"}
-_OF_EXPERTS = re.compile(r"(^|\.)experts\.(\d+|(base_layer\.)*lora_[AB])\.")
+_OF_EXPERTS = re.compile(r"(^|\.)experts\.(\d+|(base_layer\.)*(lora_[AB]|\w+_proj))\.")  # these, in 4 bits
 _NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 

@@ -129,7 +129,7 @@ def _attend(
     found = [_banded(part, attention_mask, options) for part in parts]
     for i, shared in enumerate(shared_lengths, len(found) - len(shared_lengths)):
         found[i] = found[i][:, :, shared:]
-    return torch.cat(found, dim=2).transpose(1, 2).contiguous(), None
+    return _joined(found), None
 
 
 def _attend_as_asked(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
@@ -163,7 +163,13 @@ def _by_query(
             if a < b:
                 queries = slice(done, done := done + b - a)
                 found.append(_banded((query[:, :, queries], key[:, :, start:b], value[:, :, start:b]), window, options))
-    return torch.cat(found, dim=2).transpose(1, 2).contiguous()
+    return _joined(found)
+
+
+def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Parts of the positions (B, H, T, D) as (B, T, H, D), which kernels lay out so: one alone is not copied."""
+    turned = [part.transpose(1, 2) for part in parts]
+    return (torch.cat(turned, dim=1) if len(turned) > 1 else turned[0]).contiguous()
 
 
 _QUERIES = 1024  # at a time where earlier keys are there, too

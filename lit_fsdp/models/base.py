@@ -16,6 +16,7 @@ from lit_fsdp.config.model import LoraConfig, ModelConfig
 from lit_fsdp.errors import ConfigError, require
 from lit_fsdp.host import cache_root, make_once
 from lit_fsdp.models.build import build_on_meta
+from lit_fsdp.models.experts import fused_experts
 from lit_fsdp.models.hub import fetch
 from lit_fsdp.models.quantize import linear_layers, rounded
 from lit_fsdp.models.resolve import resolve_model
@@ -77,7 +78,8 @@ class BaseWeights:
         self.model = model = build_on_meta(source.hf_config, "eager", trust_remote_code)
         """On meta."""
         self._weights = open_weights(source, model, saved.get("seed", 0))
-        self._quantized = {f"{name}.weight" for name in linear_layers(model)} if saved.get("quantize") else set()
+        packed = {f"{name}.weight" for name in linear_layers(model)} | set(fused_experts(model))
+        self._quantized = packed if saved.get("quantize") else set()
         self._double = bool(saved.get("double_quantization"))
         self.specs: dict[str, tuple[str, tuple[int, ...]]] = {}
         """Dtype (``float32``) in its files, and shape."""

@@ -15,7 +15,9 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from lit_fsdp.config.model import GPU_ATTENTION, ModelConfig, gpu_attention_on_cpu
 from lit_fsdp.errors import ConfigError, require
 from lit_fsdp.models.attention import by_sample
+from lit_fsdp.models.experts import prepare_experts
 from lit_fsdp.models.lora import apply_lora
+from lit_fsdp.models.pointwise import apply_single_functions
 from lit_fsdp.models.weights import tied_groups
 
 _log = logging.getLogger(__name__)
@@ -109,6 +111,8 @@ def build_trainable(
             require(fits, "model.lora.target_modules", given, allowed, "leave it out")
             if inside[module] == name:  # else modules_to_save has made a trained copy
                 module.requires_grad_(True)
+    prepare_experts(model)
+    apply_single_functions(model)
     freeze_parameters(model, config.freeze or [])
     frozen = [name for name in vocabulary_tensors(model) if not model.get_parameter(name).requires_grad]
     if config.add_tokens and frozen:

@@ -1,4 +1,6 @@
-"""Adapters on experts that are kept in one tensor, which peft wraps parameter by parameter (``lora.ParamWrapper``).
+"""Experts that are kept in one tensor, and adapters on them, which peft wraps parameter by parameter.
+
+Grouped products pass autocast by (transformers 5.24: in the dtype of the weights); here they obey it.
 
 peft adds an adapter to the weights of all experts before each forward pass, and autograd keeps the sums. Here the two
 factors multiply each expert's tokens beside its weights, in the grouped products that transformers' mixtures use; what
@@ -18,6 +20,8 @@ from torch.nn import functional as F
 from torch.nn.modules.conv import _ConvNd
 from transformers.integrations import moe
 
+from lit_fsdp.models.quantize import PackedExperts
+
 _ALIGNED = 8  # numbers of bf16 in 16 bytes, of which a row of a grouped product is a multiple
 
 
@@ -32,37 +36,46 @@ def fused_experts(model: nn.Module) -> dict[str, nn.Parameter]:
     }
 
 
-def apply_grouped_factors(model: nn.Module) -> None:
-    """Let peft's adapters on parameters compute as above, in place."""
-    for wrapper in [module for module in model.modules() if type(module).__name__ == "ParamWrapper"]:
-        wrapper.forward = functools.partial(_wrapped, wrapper)  # which copies and pickles take along
+def prepare_experts(model: nn.Module) -> None:
+    """Let experts that transformers multiplies by groups, and peft's adapters on any, compute as above; in place."""
+    for module in model.modules():
+        is_packed = any(isinstance(child, PackedExperts) for child in module.children())
+        if is_packed or hasattr(module, "is_transposed") or type(module).__name__ == "ParamWrapper":
+            module.forward = functools.partial(_forward, module)  # which copies and pickles take along
 
 
-def _wrapped(outer: Any, *args: Any, **kwargs: Any) -> Any:
-    """What an outermost wrapper gives: one of several parameters of a module is inside the other's."""
+def _forward(outer: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """What an outermost wrapper, or the experts, give: of several parameters peft puts one inside the other's."""
     wrappers, base = {}, outer
     while hasattr(base, "lora_A"):
         wrappers[base.parameter_name] = base
         base = base.base_layer
-    if any(wrapper.disable_adapters or wrapper.merged for wrapper in wrappers.values()):
-        return type(outer).forward(outer, *args, **kwargs)
-    adapters = {name: _factors(wrapper) for name, wrapper in wrappers.items()}
+    packed = {name: child for name, child in base.named_children() if isinstance(child, PackedExperts)}
+    is_off = any(wrapper.disable_adapters or wrapper.merged for wrapper in wrappers.values())
+    adapters = {} if is_off else {name: _factors(wrapper) for name, wrapper in wrappers.items()}
     implementation = getattr(getattr(base, "config", None), "_experts_implementation", None)
+    kind = hidden_states.device.type
+    is_autocast = kind != "meta" and torch.is_autocast_enabled(kind)
     # without gradients sums cost little, and logits are those of peft to the last bit
-    if torch.is_grad_enabled() and hasattr(base, "is_transposed") and implementation == "grouped_mm":
-        return _by_expert(base, adapters, *args, **kwargs)
-    before = {name: base.__dict__[name] for name in adapters if name in base.__dict__}  # where fsdp1 puts them
+    is_ours = (torch.is_grad_enabled() or is_autocast) and implementation == "grouped_mm"
+    if is_ours and hasattr(base, "is_transposed"):
+        dtype = torch.get_autocast_dtype(kind) if is_autocast else hidden_states.dtype
+        found = _by_expert(base, packed, adapters, hidden_states.to(dtype), *args, **kwargs)
+        return found.to(hidden_states.dtype)
+    weights = {name: experts.unpacked(hidden_states.dtype) for name, experts in packed.items()}
+    for name, (first, second, scale) in adapters.items():
+        weight = weights.get(name, getattr(base, name))
+        is_transposed = weight.ndim == 3 and not wrappers[name]._did_swap_in_out_features
+        factors = [f.to(weight.dtype) for f in ((first.mT, second.mT) if is_transposed else (second, first))]
+        whole = torch.baddbmm(weight if weight.ndim == 3 else weight[None], *factors, alpha=scale)
+        weights[name] = whole.view_as(weight)
+    before = {name: base.__dict__[name] for name in weights if name in base.__dict__}  # where fsdp1 puts them
+    base.__dict__.update(weights)  # found before the parameters, which stay where they are
     try:
-        for name, (first, second, scale) in adapters.items():
-            weight = getattr(base, name)
-            is_transposed = weight.ndim == 3 and not wrappers[name]._did_swap_in_out_features
-            factors = [f.to(weight.dtype) for f in ((first.mT, second.mT) if is_transposed else (second, first))]
-            whole = torch.baddbmm(weight if weight.ndim == 3 else weight[None], *factors, alpha=scale)
-            base.__dict__[name] = whole.view_as(weight)  # found before the parameter, which stays where it is
-        return base(*args, **kwargs)
+        return type(base).forward(base, hidden_states, *args, **kwargs)
     finally:
-        for name in adapters:
-            base.__dict__.pop(name, None)
+        for name in weights:
+            del base.__dict__[name]
         base.__dict__.update(before)
 
 
@@ -74,8 +87,28 @@ def _factors(wrapper: Any) -> tuple[torch.Tensor, torch.Tensor, float]:
     return first_ERI, second.view(len(second), -1, experts).permute(2, 0, 1), wrapper.scaling[name]
 
 
+class _Unpacked(torch.autograd.Function):
+    """A grouped product with experts in 4 bits, which are unpacked once more for the gradient of their inputs."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_SI: torch.Tensor, packed: torch.Tensor, experts: PackedExperts, ends_E: torch.Tensor, turn: bool
+    ) -> torch.Tensor:
+        ctx.save_for_backward(packed, ends_E)  # as long as it is gathered
+        ctx.experts, ctx.turn = experts, turn
+        weight = experts.unpacked(x_SI.dtype)
+        return moe._grouped_mm(x_SI, weight.mT if turn else weight, ends_E)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        _, ends_E = ctx.saved_tensors
+        weight = ctx.experts.unpacked(grad.dtype)
+        return moe._grouped_mm(grad, weight if ctx.turn else weight.mT, ends_E), None, None, None, None
+
+
 def _by_expert(
     experts: Any,
+    packed: dict[str, PackedExperts],
     adapters: dict[str, tuple[torch.Tensor, torch.Tensor, float]],
     hidden_states: torch.Tensor,
     top_k_index: torch.Tensor,
@@ -88,14 +121,17 @@ def _by_expert(
     ends_E = torch.searchsorted(expert_S, ends_E, right=True).int()
 
     def product(x_SI: torch.Tensor, name: str) -> torch.Tensor:
-        weight = getattr(experts, name)
-        out_SO = moe._grouped_mm(x_SI, weight if experts.is_transposed else weight.mT, ends_E)
+        if name in packed:
+            out_SO = _Unpacked.apply(x_SI, packed[name].weight, packed[name], ends_E, not experts.is_transposed)
+        else:
+            weight = getattr(experts, name).to(x_SI.dtype)  # autocast passes grouped products by
+            out_SO = moe._grouped_mm(x_SI, weight if experts.is_transposed else weight.mT, ends_E)
         if experts.has_bias:
-            out_SO = out_SO + getattr(experts, f"{name}_bias")[expert_S]
+            out_SO = out_SO + getattr(experts, f"{name}_bias")[expert_S].to(out_SO.dtype)
         if name in adapters:
             first_ERI, second_EOR, scale = adapters[name]
             more = -first_ERI.shape[1] % _ALIGNED
-            first_ERI, second_ERO = (F.pad(f, (0, 0, 0, more)).to(weight.dtype) for f in (first_ERI, second_EOR.mT))
+            first_ERI, second_ERO = (F.pad(f, (0, 0, 0, more)).to(out_SO.dtype) for f in (first_ERI, second_EOR.mT))
             inner_SR = moe._grouped_mm(x_SI, first_ERI.mT, ends_E) * scale
             out_SO = out_SO + moe._grouped_mm(inner_SR, second_ERO.contiguous(), ends_E)
         return out_SO
@@ -110,4 +146,4 @@ def _by_expert(
         out_SO = experts.post_expert_norm(out_SO)
     out_SO = out_SO * top_k_weights.flatten()[order_S, None]
     places_S = torch.empty_like(order_S).scatter_(0, order_S, torch.arange(len(order_S), device=order_S.device))
-    return out_SO[places_S].view(*top_k_index.shape, -1).sum(dim=1).to(hidden_states.dtype)
+    return out_SO[places_S].view(*top_k_index.shape, -1).sum(dim=1)

@@ -23,8 +23,8 @@ from transformers.pytorch_utils import Conv1D
 from lit_fsdp.config.model import LoraConfig
 from lit_fsdp.errors import ConfigError, require
 from lit_fsdp.models.adapted import apply_one_function
-from lit_fsdp.models.experts import apply_grouped_factors, fused_experts
-from lit_fsdp.models.quantize import apply_nf4, pack
+from lit_fsdp.models.experts import fused_experts
+from lit_fsdp.models.quantize import PackedExperts, apply_nf4, pack, pack_experts
 from lit_fsdp.models.weights import Weights, seeded, tied_groups
 
 _log = logging.getLogger(__name__)
@@ -60,7 +60,9 @@ class LoraWeights:
         Of a quantized layer all of the weight is read, whatever rows of the packed one are asked for.
         """
         if attribute == "weight" and hasattr(module, "quant_state"):
-            packed = pack(self._base.read(base_name(module_name), module, attribute), module, self._device)
+            owner, _, own = base_name(module_name).rpartition(".")
+            place = (owner, own) if isinstance(module, PackedExperts) else (f"{owner}.{own}", attribute)
+            packed = pack(self._base.read(place[0], module, place[1]), module, self._device)
             return packed if rows is None else packed[rows].clone()
         parts = module_name.split(".")
         part = next((part for part in parts if part in _ADAPTER_PARTS), None)
@@ -122,7 +124,9 @@ def apply_lora(model: PreTrainedModel, config: LoraConfig, base: str | None = No
     for number in _numbers(more):  # peft passes over one that is not there
         given, fits = f"{number}, and no layer of that number has an adapter", any(f".{number}." in n for n in adapted)
         require(fits, f"{_PATH}.peft_args.layers_to_transform", given, "numbers of layers, from 0")
-    apply_grouped_factors(model)
+    if config.quantize is not None:
+        owners = {n: model.get_submodule(n.rpartition(".")[0]) for n in fused_experts(model) if not is_adapter(n)}
+        pack_experts(owners, config.double_quantization)
     for layer in layers_of_peft.values():
         if type(layer).__name__ in ("Linear", "Linear4bit"):
             apply_one_function(layer)
@@ -181,9 +185,6 @@ def _targets(
     ):
         value, fix = f"set, with adapters on {experts}", f"drop {field}, or target_modules: attention-only"
         require(not (parameters and is_set), f"{_PATH}.{field}", value, "unset: peft has it for layers alone", fix)
-    fix = "drop quantize, and shard over more GPUs: lit-fsdp plan says how many"
-    value = f"nf4 for the {experts}"
-    require(not (fused and config.quantize), f"{_PATH}.quantize", value, "null: they would stay in 16 bits", fix)
     return targets, parameters
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -41,14 +41,45 @@ def apply_nf4(model: PreTrainedModel, keep: Collection[str], double_quantization
         layer.weight = library.nn.Params4bit(packed, requires_grad=False, bnb_quantized=True, **options)
         layer.bias = linear.bias
         layer.double_quantization = double_quantization
-        blocks, code_book, mean = math.ceil(numel / _BLOCK), 16 * 4, 4
-        scales = blocks + math.ceil(blocks / 256) * 4 + mean if double_quantization else blocks * 4
-        layer.quantization_bytes = scales + code_book  # that of doubly quantized scales is one for all layers
+        layer.quantization_bytes = _bytes_of_scales(numel, double_quantization)
         # It would turn the gathered weight round in its own memory for the first evaluation on such a CPU.
         layer.support_avx512bf16_for_cpu = False
         model.set_submodule(name, layer)
     chosen_by: Any = model
     chosen_by.is_loaded_in_4bit = True  # of peft, for its adapters
+
+
+class PackedExperts(nn.Module):
+    """The weights of all experts of a layer, in the place and under the name of the tensor that holds them.
+
+    It is never called; :mod:`lit_fsdp.models.experts` multiplies by what it unpacks.
+    """
+
+    def __init__(self, shape: torch.Size, double_quantization: bool) -> None:
+        super().__init__()
+        self.shape, self.double_quantization, self.quant_state = shape, double_quantization, None
+        packed = torch.empty(math.ceil(shape.numel() / 4), 1, dtype=_STORED, device="meta")
+        self.weight = nn.Parameter(packed, requires_grad=False)
+        self.quantization_bytes = _bytes_of_scales(shape.numel(), double_quantization)
+        self.in_features, self.out_features = shape[-1], shape[0] * shape[1]
+
+    def unpacked(self, dtype: torch.dtype) -> torch.Tensor:
+        """The weights of all experts, in their shape; the packed ones are gathered, as in a forward pass."""
+        return unpacked(self.weight, self.quant_state).view(self.shape).to(dtype)
+
+
+def pack_experts(owners: Mapping[str, nn.Module], double_quantization: bool) -> None:
+    """Replace tensors of all experts, by their own name in their ``owners`` on meta, in place."""
+    for name, owner in owners.items():
+        own = name.rpartition(".")[2]
+        shape = owner._parameters.pop(own).shape  # type: ignore[union-attr]
+        owner.add_module(own, PackedExperts(shape, double_quantization))
+
+
+def _bytes_of_scales(numel: int, double: bool) -> int:
+    """That of doubly quantized scales is one code book for all layers."""
+    blocks, code_book, mean = math.ceil(numel / _BLOCK), 16 * 4, 4
+    return (blocks + math.ceil(blocks / 256) * 4 + mean if double else blocks * 4) + code_book
 
 
 def linear_layers(model: PreTrainedModel) -> dict[str, nn.Linear]:
@@ -100,7 +131,7 @@ def give_shapes(layer: Any, dtype: torch.dtype) -> None:
     """Tell a layer how its weight is unpacked, in tensors that have no values, where nothing is read."""
     numel = layer.in_features * layer.out_features
     scales = torch.empty(math.ceil(numel / _BLOCK))
-    shape = torch.Size((layer.out_features, layer.in_features))
+    shape = getattr(layer, "shape", torch.Size((layer.out_features, layer.in_features)))
     kind = {"blocksize": _BLOCK, "quant_type": "nf4", "dtype": torch.float32}
     library = _bitsandbytes()
     layer.quant_state = library.functional.QuantState(scales, shape, torch.empty(16), **kind)

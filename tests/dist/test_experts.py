@@ -10,9 +10,11 @@ from typing import Any
 import peft
 import pytest
 import torch
+from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from lit_fsdp.models.experts import fused_experts
 from lit_fsdp.models.lora import apply_saved_lora
 from lit_fsdp.models.miniature import shrink
 from lit_fsdp.models.tokenizers import miniature_tokenizer
@@ -108,3 +110,35 @@ def test_runs_go_on_and_are_exported_under_the_names_of_the_hub(tmp_path: Path) 
     trained = torch.load(tmp_path / "full" / "live.pt", weights_only=True)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32).state_dict()
     assert all(torch.equal(loaded[name], tensor) for name, tensor in trained.items())
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # peft 0.21 on transformers 5.23
+@pytest.mark.parametrize("family", ["qwen3_moe", "llama4_text"])
+def test_experts_in_four_bits_are_those_that_bitsandbytes_rounds(family: str, tmp_path: Path) -> None:
+    """Losses of plain peft on weights that were quantized and turned back; the bytes; and what is exported."""
+    folder = _saved(family, tmp_path)
+    rounded = AutoModelForCausalLM.from_pretrained(folder)
+    packed = fused_experts(rounded) | {
+        f"{name}.weight": layer.weight
+        for name, layer in rounded.named_modules()
+        if type(layer) is torch.nn.Linear and name != "lm_head"
+    }
+    for param in packed.values():
+        param.data = dequantize_4bit(*quantize_4bit(param.data, quant_type="nf4"))
+    rounded.save_pretrained(tmp_path / "rounded")
+    miniature_tokenizer().save_pretrained(tmp_path / "rounded")
+    wanted = peft_losses(str(tmp_path / "rounded"), ALL)
+    job: dict[str, Any] = {"folder": folder, "model": {"lora": {**ALL, "quantize": "nf4"}}}
+    strategies: list[dict[str, Any]] = [{"engine": "fsdp2", "activation_checkpointing": "full"}, {"engine": "ddp"}]
+    for strategy in strategies:
+        run = tmp_path / str(strategy["engine"])
+        for found in on_ranks("train_lora", 2, run=str(run), strategy={**strategy, "precision": "fp32"}, **job):
+            assert worst_difference(found["losses"], wanted) < 1e-5
+            assert found["changed"] == []
+            assert {"packed parameters after set-up"} < set(found["dtypes"]["realized"])
+    halves, whole = found["audit"]["units"], sum(param.numel() for param in packed.values())
+    assert sum(unit["quantization_bytes"] for unit in halves) >= whole / 16
+    assert sum(unit["num_params"] - unit["num_trainable"] for unit in halves) == rounded.num_parameters()
+    ckpt = tmp_path / "fsdp2/checkpoints/step-00000006"
+    (done,) = command(1, ["export", "--ckpt", str(ckpt), "--merge", "--verify", "--out", "merged"], tmp_path)
+    assert (done.code, done.err) == (0, ""), done.err

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from lit_fsdp.callbacks.expert_load import ExpertLoad
 from lit_fsdp.config.model import LoraConfig
+from lit_fsdp.models.experts import prepare_experts
 from lit_fsdp.models.lora import apply_lora
 from tests.unit.models.families import tiny
 
@@ -22,6 +23,7 @@ def test_what_is_logged_is_what_the_router_chose(lora: bool):
     model: Any = AutoModelForCausalLM.from_config(tiny("mixtral")).train()
     if lora:
         apply_lora(model, LoraConfig(target_modules="all-linear"))
+        prepare_experts(model)
         for name, param in list(model.named_parameters()):
             if param.is_meta:
                 owner = model.get_submodule(name.rpartition(".")[0])

@@ -158,7 +158,6 @@ def test_experts_in_one_tensor_are_adapted_routers_are_not(tiny, caplog):
         ("qwen3_moe", {"dropout": 0.1}, "dropout", "drop dropout, or target_modules: attention-only"),
         ("qwen3_moe", {"use_dora": True}, "use_dora", "peft has it for layers alone"),
         ("qwen3_moe", {"peft_args": {"exclude_modules": ["q_proj"]}}, "peft_args.exclude_modules", "layers alone"),
-        ("qwen3_moe", {"quantize": "nf4"}, "quantize", "experts of qwen3_moe, which are kept in one tensor"),
         (
             "glm4_moe",
             {"target_modules": ["gate_proj"]},
