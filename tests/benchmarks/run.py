@@ -29,12 +29,21 @@ WARMUP_STEPS = 2
 ROWS = 4  # per optimizer step
 TINY = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "vocab_size": 512}
 TINY |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+MIXTURE = {"family": "qwen3_moe", "num_hidden_layers": 4, "hidden_size": 256, "moe_intermediate_size": 256}
+MIXTURE |= {"num_attention_heads": 8, "num_key_value_heads": 4, "num_experts_per_tok": 4, "vocab_size": 4096}
 # ranks, tokens of a row or pack, what is compared, the aim
 MEASURES = {
     "one": (1, 128, "tokens/s of `lit-fsdp fit`, one process ÷ plain PyTorch loop", ">= 0.98"),
     "two": (2, 128, "tokens/s of `lit-fsdp fit`, two processes ÷ `fully_shard` loop", ">= 0.97"),
     "packed": (1, 512, "tokens/s of `lit-fsdp fit`, packed, one process ÷ loop with torch's chunked head", ">= 0.98"),
     "context": (2, 4096, "tokens/s of `lit-fsdp fit`, two processes that share rows ÷ that have their own", ">= 0.85"),
+    "experts": (
+        1,
+        512,
+        "tokens/s of `lit-fsdp fit`, 16 experts, one process ÷ plain PyTorch loop",
+        ">= 1.3",
+    ),
+    "experts-64": (1, 512, "tokens/s of `lit-fsdp fit`, four active of 64 experts ÷ of 8", ">= 0.8"),
     "start": (2, 64, "launch to first step of `lit-fsdp fit` on two processes ÷ minimal Lightning script", "<= 1.05"),
 }
 
@@ -57,14 +66,20 @@ def measure(name: str, folder: Path, options: argparse.Namespace) -> dict[str, A
     is_start, packing = name == "start", name == "packed"
     steps = 1 if is_start else options.steps
     folder.mkdir()
-    model = save_random_model(folder / "model", **(TINY if is_start else {"num_hidden_layers": options.layers}))
+    sizes: dict[str, Any] = TINY if is_start else {"num_hidden_layers": options.layers}
+    if name.startswith("experts"):
+        sizes = {**MIXTURE, "num_experts": 64 if name == "experts-64" else 16}
+    model = save_random_model(folder / "model", **sizes)
     words = (length // 16, length // 4) if packing else (length, length)
     rows = save_rows(folder / "rows.jsonl", random_rows(ROWS * steps * (4 if packing else 1), *words))
     data = {"train": str(rows), "max_seq_length": length, "packing": packing}
     data |= {"global_batch_size": ROWS, "micro_batch_size": ROWS // ranks}
     write_recipe(folder / "recipe.yaml", model, {}, data, devices=ranks, max_steps=steps, log_every_n_steps=5)
-    if name == "context":  # both two rows at a time
-        options_of = {"devices": ranks, "max_steps": steps, "log_every_n_steps": 5}
+    options_of = {"devices": ranks, "max_steps": steps, "log_every_n_steps": 5}
+    if name == "experts-64":
+        fewer = save_random_model(folder / "fewer", **{**MIXTURE, "num_experts": 8})
+        write_recipe(folder / "peer.yaml", fewer, {}, data, **options_of)
+    elif name == "context":  # both two rows at a time
         data |= {"global_batch_size": ranks}
         for side, degree, micro in (("recipe", ranks, ranks), ("peer", 1, 1)):
             strategy = {"context_parallel": degree, "activation_checkpointing": "full"}
@@ -72,7 +87,7 @@ def measure(name: str, folder: Path, options: argparse.Namespace) -> dict[str, A
     else:
         save_batches(folder, data, ranks, steps)
     sides = {"ours": lambda: fit(folder / "recipe.yaml", ranks), "peer": lambda: peer(folder, ranks, is_start)}
-    if name == "context":
+    if (folder / "peer.yaml").is_file():
         sides["peer"] = lambda: fit(folder / "peer.yaml", ranks)
     runs = in_turns(sides, options.repeats + is_start)
     for side, found in runs.items():

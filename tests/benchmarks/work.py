@@ -58,17 +58,18 @@ def fit(recipe: Path, ranks: int = 1) -> dict[str, Any]:
         return {"launched": launched, **json.loads(Path(run, "steps.json").read_text())}
 
 
-def save_random_model(folder: Path, **overrides: Any) -> Path:
+def save_random_model(folder: Path, family: str = "llama", **overrides: Any) -> Path:
     """A model of the shape of SmolLM2-135M with random weights and these changes, with a tokenizer."""
     import torch
-    from transformers import AutoModelForCausalLM, LlamaConfig
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     from lit_fsdp.models.tokenizers import miniature_tokenizer
 
     values = json.loads((ROOT / "configs/model/SmolLM2-135M-Instruct.json").read_text())
-    values = {name: value for name, value in values.items() if name not in ("_hub_names", "dtype")}
+    values = {name: value for name, value in values.items() if name not in ("_hub_names", "dtype", "model_type")}
     torch.manual_seed(SEED)
-    model = AutoModelForCausalLM.from_config(LlamaConfig(**{**values, **overrides}), dtype=torch.float32)
+    config = AutoConfig.for_model(family, **{**values, **overrides})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.save_pretrained(folder)
     miniature_tokenizer().save_pretrained(folder)
     return folder
