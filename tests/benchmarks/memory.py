@@ -4,7 +4,8 @@
 
 runs ``lit-fsdp fit`` for each cell of the table in ``docs/plan.md`` on two CPU ranks in fp32, or for those whose name
 has every WORD, and prints a row: whether live parameters, gradients and optimizer state are as the audit declares, and
-the growth of the resident set, predicted and measured. A minute or two a cell.
+the growth of the resident set, predicted and measured. A minute or two a cell. With ``context`` it is one row of 4,096
+tokens that one, two and four ranks share, and what of the growth is not state is compared with that of one rank.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import tempfile
 from pathlib import Path
 
 from record import python
+from work import random_rows, save_rows
 
 from lit_fsdp.audit import audit_recipe
 from lit_fsdp.config.parser import load_recipe
@@ -22,7 +24,7 @@ from lit_fsdp.models.tokenizers import miniature_tokenizer
 
 ROWS = 4
 SIZES = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "num_attention_heads": 8}
-SIZES |= {"num_key_value_heads": 4, "vocab_size": 32768, "max_position_embeddings": 2048, "tie_word_embeddings": False}
+SIZES |= {"num_key_value_heads": 4, "vocab_size": 32768, "max_position_embeddings": 4096, "tie_word_embeddings": False}
 MODELS = {
     "Llama": {"model_type": "llama", **SIZES},
     "Gemma 3": {"model_type": "gemma3_text", **SIZES, "head_dim": 64, "tie_word_embeddings": True},
@@ -35,38 +37,54 @@ SHARDINGS = {
 }
 DATA = {"train": "generated:512", "packing": True, "train_on_prompt": True, "chat_template": "chatml", "num_workers": 0}
 DATA |= {"max_seq_length": 512, "micro_batch_size": ROWS, "global_batch_size": 2 * ROWS}
+CONTEXT = {f"context {n}": {"engine": "fsdp2", "context_parallel": n} for n in (1, 2, 4)}
+CONTEXT_DATA = {**DATA, "packing": False, "max_seq_length": 4096, "micro_batch_size": 1, "global_batch_size": 1}
 # freed blocks go back to the system at once, so that the resident set is what is in use
 MALLOC = {"MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
 
 
-def measured(model: str, sharding: str, mode: str) -> str:
-    """Run one cell; its row of the table."""
+def measured(model: str, sharding: str, mode: str) -> tuple[str, int]:
+    """Run one cell; its row of the table, and the bytes of the growth that are not state."""
+    strategy, ranks, data = SHARDINGS.get(sharding), 2, DATA
+    if strategy is None:
+        strategy, data = CONTEXT[sharding], {**CONTEXT_DATA, "train": save_long_rows()}
+        ranks = strategy["context_parallel"]
     with tempfile.TemporaryDirectory() as folder:
         config, recipe, run = (Path(folder, name) for name in ("config.json", "recipe.yaml", "run"))
         config.write_text(json.dumps(MODELS[model]))
         miniature_tokenizer().save_pretrained(folder)
-        trainer = {"accelerator": "cpu", "devices": 2, "max_steps": 2, "default_root_dir": str(run)}
+        trainer = {"accelerator": "cpu", "devices": ranks, "max_steps": 2, "default_root_dir": str(run)}
         trainer |= {"enable_progress_bar": False, "logger": False, "enable_checkpointing": False}
-        arguments = {**SHARDINGS[sharding], "precision": "fp32", "activation_checkpointing": mode}
+        arguments = {**strategy, "precision": "fp32", "activation_checkpointing": mode}
         trainer["strategy"] = {"class_path": "lit_fsdp.fsdp_strategy", "init_args": arguments}
         trainer["callbacks"] = [{"class_path": "tests.benchmarks.steps.States"}]
-        values = {"trainer": trainer, "model": {"name": str(config), "tokenizer": folder}, "data": DATA}
+        values = {"trainer": trainer, "model": {"name": str(config), "tokenizer": folder}, "data": data}
         recipe.write_text(json.dumps(values))
         words = ["--config", str(recipe), "--allow-imports", "tests"]
-        python(["-m", "lit_fsdp", "fit", *words], 2, **MALLOC)
+        python(["-m", "lit_fsdp", "fit", *words], ranks, **MALLOC)
         audit = json.loads((run / "audit.json").read_text())
-        live = [json.loads((run / f"states-{rank}.json").read_text()) for rank in range(2)]
+        live = [json.loads((run / f"states-{rank}.json").read_text()) for rank in range(ranks)]
         declared = audit_recipe(load_recipe(words, "audit").run)["state_per_rank"]
     said = [[rank[f"{kind}_bytes"] for kind in ("parameter", "gradient", "optimizer")] for rank in declared]
-    states = "exact" if said * (2 // len(said)) == live else f"{said} declared, {live} live"
+    states = "exact" if said * (ranks // len(said)) == live else f"{said} declared, {live} live"
     predicted, found = audit["predicted_peak_bytes"], max(audit["measured_peak_bytes_per_rank"])
     cells = [model, f"`{sharding}`", mode, states, f"{predicted / 2**30:.3f}", f"{found / 2**30:.3f}"]
-    return f"| {' | '.join(cells)} | {predicted / found - 1:+.1%} |"
+    return f"| {' | '.join(cells)} | {predicted / found - 1:+.1%} |", found - max(map(sum, live))
+
+
+def save_long_rows() -> str:
+    """A file of rows that are cut at 4,096 tokens."""
+    file = Path(tempfile.gettempdir(), "lit_fsdp-long-rows.jsonl")
+    return str(save_rows(file, random_rows(2, 4096, 4096)))
 
 
 if __name__ == "__main__":
     print("| model | sharding | recomputation | states | predicted GiB | measured GiB | difference |")
     print("|---|---|---|---|---|---|---|", flush=True)
-    for cell in ((model, sharding, mode) for model in MODELS for sharding in SHARDINGS for mode in ("none", "full")):
+    whole = 0
+    choices = CONTEXT if "context" in sys.argv else SHARDINGS
+    for cell in ((model, sharding, mode) for model in MODELS for mode in ("none", "full") for sharding in choices):
         if all(word in " ".join(cell) for word in sys.argv[1:]):
-            print(measured(*cell), flush=True)
+            row, others = measured(*cell)
+            whole = others if cell[1] == "context 1" else whole
+            print(row, f"{others / whole:.3f} of one rank's" if cell[1] in CONTEXT else "", flush=True)
