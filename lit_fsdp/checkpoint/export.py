@@ -166,7 +166,7 @@ def _planned(
         available |= specs_of_base
         kept = kept or _most_common_dtype(specs_of_base.values())
     if form == "adapter":
-        sources = _adapter_sources(found, entry["kept_with_adapter"])
+        sources = adapter_sources(found, entry["kept_with_adapter"])
     else:
         tied = {base_name(again): base_name(first) for again, first in entry["tied"].items()}
         sources = _model_sources(found, tied, of_base)
@@ -241,7 +241,7 @@ def _model_sources(found: Mapping[str, str], tied: Mapping[str, str], of_base: I
     return sources
 
 
-def _adapter_sources(found: Mapping[str, str], beside: Collection[str]) -> dict[str, str]:
+def adapter_sources(found: Mapping[str, str], beside: Collection[str]) -> dict[str, str]:
     """The names in peft's ``adapter_model.safetensors``; embeddings as with its ``save_embedding_layers``."""
     sources = {}
     for name, source in found.items():

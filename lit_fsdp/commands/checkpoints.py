@@ -19,8 +19,8 @@ from lit_fsdp.host import size_words
 
 _IMPORT = (
     "Write a checkpoint of Lightning (file, FSDPStrategy, ModelParallelStrategy), Accelerate or the Transformers "
-    "Trainer as a folder for lit-fsdp fit --ckpt_path. Nothing in it is run. To start from a Hugging Face folder, "
-    "name it as model.name in the recipe instead."
+    "Trainer, or a LoRA adapter of peft, as a folder for lit-fsdp fit --ckpt_path. Nothing in it is run. To start from "
+    "a whole Hugging Face model, name it as model.name in the recipe instead."
 )
 
 
@@ -29,7 +29,7 @@ def run_ckpt(argv: Sequence[str]) -> int:
     verbs = {
         "ls": ("step, time, size and metric of each checkpoint, and what is wrong", _ls),
         "verify": ("the same, after every file was compared with its manifest", _verify),
-        "import": ("those of Lightning, Accelerate or the Transformers Trainer as ours", _import),
+        "import": ("those of Lightning, Accelerate, the Transformers Trainer or peft as ours", _import),
     }
     return run_one_of("ckpt", verbs, argv)
 
@@ -125,6 +125,9 @@ def _import(argv: Sequence[str]) -> int:
     from lit_fsdp.module import CausalLMModule
     from lit_fsdp.parallel.units import tied_names
 
+    if (options.source / "adapter_config.json").is_file():
+        print(_import_adapter(options.source, options.out, options.model, options.allow_surplus))
+        return 0
     source = open_source(options.source)  # before a model is looked for
     module = CausalLMModule(name=options.model).build()
     built = module.model
@@ -134,3 +137,27 @@ def _import(argv: Sequence[str]) -> int:
     of_model = (shapes, ties, module.checkpoint_files(), model_entry(module.source, {}, None))
     print(import_checkpoint(source, options.out, *of_model, options.prefix, options.allow_surplus))
     return 0
+
+
+def _import_adapter(folder: Path, out: Path, model: str, allow_surplus: bool) -> str:
+    """The adapter of peft in ``folder`` as a checkpoint over the base ``model``, before its first step."""
+    from lit_fsdp.checkpoint.export import adapter_sources
+    from lit_fsdp.checkpoint.importing import Source, import_checkpoint, read_safetensors
+    from lit_fsdp.models.base import describe_base
+    from lit_fsdp.models.export_files import model_entry
+    from lit_fsdp.models.lora import apply_saved_lora, is_adapter
+    from lit_fsdp.module import CausalLMModule
+
+    settings = json.loads((folder / "adapter_config.json").read_bytes())
+    kind = settings.get("peft_type")
+    require(kind == "LORA", "ckpt import", f"{folder}, an adapter of type {kind}", "LORA", "merge it by peft first")
+    stored = read_safetensors(folder / "adapter_model.safetensors")
+    module = CausalLMModule(name=model).build()
+    built: Any = module.model
+    apply_saved_lora(built, settings)
+    shapes = {name: tuple(tensor.shape) for name, tensor in built.state_dict().items() if is_adapter(name)}
+    names = adapter_sources({name: name for name in shapes}, ())
+    source = Source(folder, {names.get(name, name): tensor for name, tensor in stored.items()})
+    base = describe_base(module.source, module.config, 0)
+    entry = model_entry(module.source, {}, settings, (), base)
+    return import_checkpoint(source, out, shapes, {}, module.checkpoint_files(), entry, "", allow_surplus)

@@ -108,8 +108,9 @@ def _find(name: Any, config: ModelConfig, with_weights: bool) -> tuple[Pretraine
     if (folder / "adapter_config.json").is_file():
         base = json.loads((folder / "adapter_config.json").read_bytes()).get("base_model_name_or_path")
         fix = (
-            f"name its base ({base or 'not noted there'}) and go on from its checkpoint with --ckpt_path; or merge the"
-            " two: lit-fsdp export --merge of that checkpoint, or peft's merge_and_unload"
+            f"name its base ({base or 'not noted there'}) and go on from its checkpoint with --ckpt_path (lit-fsdp ckpt"
+            " import makes one of the folder); or merge the two: lit-fsdp export --merge of that checkpoint, or peft's"
+            " merge_and_unload"
         )
         raise ConfigError(_FIELD, f"{folder}, which holds an adapter", "a whole model", fix)
     fix = (

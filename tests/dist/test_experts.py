@@ -21,7 +21,7 @@ from lit_fsdp.models.tokenizers import miniature_tokenizer
 from tests.dist.forks import RankError, command, on_ranks
 from tests.dist.lora_jobs import peft_losses
 from tests.dist.matrix import worst_difference
-from tests.dist.reference import save_tiny
+from tests.dist.reference import global_batch, save_tiny, step_loss
 from tests.unit.models.families import FAMILIES
 
 ALL = {"r": 4, "alpha": 8, "target_modules": "all-linear"}
@@ -107,6 +107,18 @@ def test_runs_go_on_and_are_exported_under_the_names_of_the_hub(tmp_path: Path) 
     torch.testing.assert_close(of_merged, wanted, rtol=1e-4, atol=1e-5)
     for out in ("merged", "model"):
         assert set(load_file(tmp_path / out / "model.safetensors")) == on_disk
+    words = ["ckpt", "import", "adapter", "-o", "imported", "--model", folder]
+    (done,) = command(1, words, tmp_path)
+    assert (done.code, done.out.split(":")[0]) == (0, "imported"), done.err
+    with torch.no_grad():
+        wanted = float(step_loss(adapted.train(), global_batch(0)))
+    job["ckpt_path"] = str(tmp_path / "imported")
+    (again, _) = on_ranks("train_lora", 2, strategy=strategy, **job)
+    assert again["losses"][0] == pytest.approx(wanted, rel=1e-5)
+    assert len(again["losses"]) == 6
+    (tmp_path / "adapter" / "adapter_config.json").write_text('{"peft_type": "IA3"}')
+    (done,) = command(1, [*words[:4], "again", *words[5:]], tmp_path)
+    assert (done.code, "an adapter of type IA3" in done.err) == (2, True)
     trained = torch.load(tmp_path / "full" / "live.pt", weights_only=True)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32).state_dict()
     assert all(torch.equal(loaded[name], tensor) for name, tensor in trained.items())
