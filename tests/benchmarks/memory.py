@@ -5,7 +5,8 @@
 runs ``lit-fsdp fit`` for each cell of the table in ``docs/plan.md`` on two CPU ranks in fp32, or for those whose name
 has every WORD, and prints a row: whether live parameters, gradients and optimizer state are as the audit declares, and
 the growth of the resident set, predicted and measured. A minute or two a cell. With ``context`` it is one row of 4,096
-tokens that one, two and four ranks share, and what of the growth is not state is compared with that of one rank.
+tokens that two or four ranks share, and the growth without state, gathered weights and their gradients is compared with
+that of as many ranks which have their own. Its models have a vocabulary of 8,192.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from work import random_rows, save_rows
 from lit_fsdp.audit import audit_recipe
 from lit_fsdp.config.parser import load_recipe
 from lit_fsdp.models.tokenizers import miniature_tokenizer
+from lit_fsdp.plan.memory import rank_memory
 
 ROWS = 4
 SIZES = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "num_attention_heads": 8}
@@ -37,21 +39,23 @@ SHARDINGS = {
 }
 DATA = {"train": "generated:512", "packing": True, "train_on_prompt": True, "chat_template": "chatml", "num_workers": 0}
 DATA |= {"max_seq_length": 512, "micro_batch_size": ROWS, "global_batch_size": 2 * ROWS}
-CONTEXT = {f"context {n}": {"engine": "fsdp2", "context_parallel": n} for n in (1, 2, 4)}
-CONTEXT_DATA = {**DATA, "packing": False, "max_seq_length": 4096, "micro_batch_size": 1, "global_batch_size": 1}
+# how many ranks share a row, and how many there are
+CONTEXT = {f"context {degree} of {ranks}": (degree, ranks) for degree, ranks in ((1, 2), (2, 2), (1, 4), (4, 4))}
 # freed blocks go back to the system at once, so that the resident set is what is in use
 MALLOC = {"MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
 
 
 def measured(model: str, sharding: str, mode: str) -> tuple[str, int]:
-    """Run one cell; its row of the table, and the bytes of the growth that are not state."""
-    strategy, ranks, data = SHARDINGS.get(sharding), 2, DATA
+    """Run one cell; its row of the table, and the bytes of the growth that are activations."""
+    strategy, ranks, data, sizes = SHARDINGS.get(sharding), 2, DATA, MODELS[model]
     if strategy is None:
-        strategy, data = CONTEXT[sharding], {**CONTEXT_DATA, "train": save_long_rows()}
-        ranks = strategy["context_parallel"]
+        degree, ranks = CONTEXT[sharding]
+        strategy, sizes = {"engine": "fsdp2", "context_parallel": degree}, {**sizes, "vocab_size": 8192}
+        data = {**DATA, "packing": False, "max_seq_length": 4096, "micro_batch_size": 1, "train": save_long_rows()}
+        data["global_batch_size"] = ranks // degree
     with tempfile.TemporaryDirectory() as folder:
         config, recipe, run = (Path(folder, name) for name in ("config.json", "recipe.yaml", "run"))
-        config.write_text(json.dumps(MODELS[model]))
+        config.write_text(json.dumps(sizes))
         miniature_tokenizer().save_pretrained(folder)
         trainer = {"accelerator": "cpu", "devices": ranks, "max_steps": 2, "default_root_dir": str(run)}
         trainer |= {"enable_progress_bar": False, "logger": False, "enable_checkpointing": False}
@@ -65,17 +69,20 @@ def measured(model: str, sharding: str, mode: str) -> tuple[str, int]:
         audit = json.loads((run / "audit.json").read_text())
         live = [json.loads((run / f"states-{rank}.json").read_text()) for rank in range(ranks)]
         declared = audit_recipe(load_recipe(words, "audit").run)["state_per_rank"]
+        step = rank_memory(load_recipe(words, "plan").run).step
     said = [[rank[f"{kind}_bytes"] for kind in ("parameter", "gradient", "optimizer")] for rank in declared]
     states = "exact" if said * (ranks // len(said)) == live else f"{said} declared, {live} live"
     predicted, found = audit["predicted_peak_bytes"], max(audit["measured_peak_bytes_per_rank"])
     cells = [model, f"`{sharding}`", mode, states, f"{predicted / 2**30:.3f}", f"{found / 2**30:.3f}"]
-    return f"| {' | '.join(cells)} | {predicted / found - 1:+.1%} |", found - max(map(sum, live))
+    return f"| {' | '.join(cells)} | {predicted / found - 1:+.1%} |", found - max(
+        map(sum, live)
+    ) - step.gathered - step.reduced
 
 
 def save_long_rows() -> str:
     """A file of rows that are cut at 4,096 tokens."""
     file = Path(tempfile.gettempdir(), "lit_fsdp-long-rows.jsonl")
-    return str(save_rows(file, random_rows(2, 4096, 4096)))
+    return str(save_rows(file, random_rows(8, 4096, 4096)))
 
 
 if __name__ == "__main__":
@@ -86,5 +93,5 @@ if __name__ == "__main__":
     for cell in ((model, sharding, mode) for model in MODELS for mode in ("none", "full") for sharding in choices):
         if all(word in " ".join(cell) for word in sys.argv[1:]):
             row, others = measured(*cell)
-            whole = others if cell[1] == "context 1" else whole
-            print(row, f"{others / whole:.3f} of one rank's" if cell[1] in CONTEXT else "", flush=True)
+            whole = others if CONTEXT.get(cell[1], (0,))[0] == 1 else whole
+            print(row, f"{others / whole:.3f}" if cell[1] in CONTEXT else "", flush=True)
