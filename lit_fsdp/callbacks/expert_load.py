@@ -34,8 +34,9 @@ class ExpertLoad(Callback):
         modules = {clean_name(name): module for name, module in pl_module.named_modules()}
         self._seen_step = trainer.global_step
         for name, module in modules.items():
-            parameters = list(inspect.signature(type(module).forward).parameters)
-            if _CHOICES in parameters and hasattr(module, "num_experts"):
+            is_known = isinstance(getattr(module, "num_experts", None), int)
+            parameters = list(inspect.signature(type(module).forward).parameters) if is_known else []
+            if _CHOICES in parameters:
                 counts = torch.zeros(module.num_experts, dtype=torch.float32, device=trainer.strategy.root_device)
                 count = functools.partial(_count, counts, parameters.index(_CHOICES) - 1)
                 outermost = modules[name.split(".base_layer", 1)[0]]

@@ -31,6 +31,7 @@ _log = logging.getLogger(__name__)
 _PATH = "model.lora"
 _ADAPTER = "default"
 _HANDED = ("layers_to_transform", "layers_pattern", "exclude_modules", "rank_pattern", "alpha_pattern")
+_LAYERS = (nn.Linear, Conv1D, nn.Embedding)  # which are named as modules
 _ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
 _ROUTERS = re.compile(r"router|gate$", re.IGNORECASE)
 _WRAPPERS = re.compile(rf"(\.base_layer|\.original_module|\.modules_to_save\.{_ADAPTER})(?=\.|$)")
@@ -165,7 +166,9 @@ def _targets(
     elif asked is not None:
         modules = [f".{name}" for name, _ in model.named_modules()]
         others = [wanted for wanted in asked if not any(name.endswith(f".{wanted}") for name in modules)]
-        matrices = [name for name, param in model.named_parameters() if param.ndim in (2, 3)]
+        layers_of_peft = {id(p) for m in model.modules() if isinstance(m, _LAYERS) for p in m.parameters()}
+        found_here = [(name, param) for name, param in model.named_parameters() if id(param) not in layers_of_peft]
+        matrices = [name for name, param in found_here if param.ndim in (2, 3)]
         parameters = [name for name in matrices if f".{name}".endswith(tuple(f".{wanted}" for wanted in others))]
         targets = [wanted for wanted in asked if not any(f".{name}".endswith(f".{wanted}") for name in parameters)]
         _check_names(model, "target_modules", targets, layers)

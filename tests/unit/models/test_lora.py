@@ -165,7 +165,7 @@ def test_experts_in_one_tensor_are_adapted_routers_are_not(tiny, caplog):
             "name the experts' tensors: mlp.experts.down",
         ),
         ("llama", {"target_modules": ["experts.down_proj"]}, "target_modules", "'experts.down_proj'"),
-        ("gpt2", {"target_modules": "attention-only", "r": 0}, "r", "r: got 0"),
+        ("llama", {"target_modules": ["q_proj.weight"]}, "target_modules", "'q_proj.weight'"),
     ):
         with pytest.raises(ConfigError, match=text) as error:
             apply_lora(
