@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -143,6 +144,7 @@ def _import_adapter(folder: Path, out: Path, model: str, allow_surplus: bool) ->
     """The adapter of peft in ``folder`` as a checkpoint over the base ``model``, before its first step."""
     from lit_fsdp.checkpoint.export import adapter_sources
     from lit_fsdp.checkpoint.importing import Source, import_checkpoint, read_safetensors
+    from lit_fsdp.config.model import LoraConfig
     from lit_fsdp.models.base import describe_base
     from lit_fsdp.models.export_files import model_entry
     from lit_fsdp.models.lora import apply_saved_lora, is_adapter
@@ -158,6 +160,6 @@ def _import_adapter(folder: Path, out: Path, model: str, allow_surplus: bool) ->
     shapes = {name: tuple(tensor.shape) for name, tensor in built.state_dict().items() if is_adapter(name)}
     names = adapter_sources({name: name for name in shapes}, ())
     source = Source(folder, {names.get(name, name): tensor for name, tensor in stored.items()})
-    base = describe_base(module.source, module.config, 0)
+    base = describe_base(module.source, dataclasses.replace(module.config, lora=LoraConfig()), 0)
     entry = model_entry(module.source, {}, settings, (), base)
     return import_checkpoint(source, out, shapes, {}, module.checkpoint_files(), entry, "", allow_surplus)

@@ -90,7 +90,7 @@ def test_reductions_are_held_back_until_the_last_micro_batch(tiny_model: Path) -
         assert num >= 1
         assert each["reductions"] == [num] * 9
         assert last["reductions"] == [0, 0, num] * 3
-        assert last["losses"] == pytest.approx(each["losses"], rel=5e-5 if precision == "mixed" else 1e-6)
+        assert last["losses"] == pytest.approx(each["losses"], rel=2e-4 if precision == "mixed" else 1e-6)
         assert set(last["dtypes"]["realized"]["reductions"]) == {"fp32"}
 
 

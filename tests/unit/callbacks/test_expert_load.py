@@ -73,3 +73,4 @@ def test_a_model_without_experts_logs_nothing():
     load.on_train_start(trainer, holder)
     trainer.global_step = 1
     load.on_train_batch_end(trainer, holder, None, None, 0)  # would need log_dict
+    assert not any(module._forward_pre_hooks for module in holder.modules())
