@@ -44,7 +44,7 @@ def by_sample(model: Any, is_wanted: bool) -> None:
     before, kind = model.config._attn_implementation, model.config.model_type
     of_transformers = "eager" if kind in WITHOUT_SDPA else "sdpa"
     fits = model._supports_attention_backend and kind not in _OWN_MASKS and is_causal(model)
-    if fits and before == (of_transformers if is_wanted else BY_SAMPLE):
+    if fits and before in ((of_transformers, "sdpa") if is_wanted else (BY_SAMPLE,)):  # earlier ones claim to have it
         name = BY_SAMPLE if is_wanted else of_transformers
         if kind in WITHOUT_SDPA:  # which transformers refuses whatever has sdpa in its name
             model.config._attn_implementation = name

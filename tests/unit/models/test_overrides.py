@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from transformers import AutoModelForCausalLM
 
 from lit_fsdp.config.model import ModelConfig
@@ -68,7 +70,14 @@ REFUSED = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(("family", "config", "given", "effect"), TAKEN)
+OF_LATER = ("gpt_neox", "expected int, got str")
+"""What transformers before 5.14 does otherwise: shares of rotated dimensions, and the types of values."""
+is_old = Version(transformers.__version__) < Version("5.14")
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "given", "effect"), [c for c in TAKEN if c[0] not in OF_LATER or not is_old]
+)
 def test_the_model_has_them_and_keeps_the_rest(saved, tiny, family, config, given, effect):
     folder = saved(family, config=config)
     for name in (str(folder), tiny(family, **config).to_dict()):
@@ -79,7 +88,9 @@ def test_the_model_has_them_and_keeps_the_rest(saved, tiny, family, config, give
         assert {key: found[key] for key in others} == {key: before[key] for key in others}
 
 
-@pytest.mark.parametrize(("family", "config", "given", "said"), REFUSED)
+@pytest.mark.parametrize(
+    ("family", "config", "given", "said"), [c for c in REFUSED if c[3] not in OF_LATER or not is_old]
+)
 def test_what_is_refused(saved, family, config, given, said):
     name = str(saved(family, config=config))
     for miniature in (False, True):
