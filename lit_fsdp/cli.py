@@ -49,7 +49,7 @@ from lit_fsdp.config.run import FACTORY, RULES, STRATEGY, CheckpointConfig, RunC
 from lit_fsdp.config.strategy import StrategyConfig
 from lit_fsdp.datamodule import CausalLMDataModule
 from lit_fsdp.ending import ended
-from lit_fsdp.errors import ConfigError, RefusedByLightning
+from lit_fsdp.errors import ConfigError, RefusedByLightning, require
 from lit_fsdp.host import follows_first_task, is_launched_by_lightning, is_requeued, wait_for_first
 from lit_fsdp.launch.launcher import adopt_step, check_launch
 from lit_fsdp.launch.ranks import RANKS
@@ -289,6 +289,9 @@ class RecipeCLI(LightningCLI):
         except ConfigError:
             raise
         except _REFUSALS as error:
+            is_there = "backend found" not in str(error)  # the whole of Lightning's sentence
+            wanted = f"{given.get('accelerator')}, which this machine does not have"
+            require(is_there, "trainer.accelerator", wanted, "cpu | auto", "add --trainer.accelerator cpu")
             raise RefusedByLightning(error) from error
 
     @staticmethod

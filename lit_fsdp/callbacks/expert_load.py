@@ -1,4 +1,4 @@
-"""How evenly the routers of a mixture spread tokens over experts, from counts that stay on the device."""
+"""Load balance of a mixture of experts, from counts that stay on the device."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lit_fsdp.parallel.units import clean_name
 
-_CHOICES = "top_k_index"  # of the experts' forward in transformers: the experts of each token
+_CHOICES = "top_k_index"  # argument of the experts' forward in transformers: the experts of each token
 
 
 class ExpertLoad(Callback):
-    """Logs the load of experts over all ranks and the steps since it was last logged, every ``log_every_n_steps``.
+    """Logs the load of experts every ``log_every_n_steps``, over all ranks and all steps since the last time.
 
-    ``expert_largest_share`` is that of the tokens of a layer that its busiest expert got, the largest of all layers;
-    ``expert_entropy`` that of the shares divided by the logarithm of the number of experts, 1 if all get the same, the
-    mean over layers; ``experts_unused`` counts experts of all layers without a token. Of models whose experts are not
-    given the choices of the router nothing is logged.
+    ``expert_largest_share`` is the share of a layer's tokens that its busiest expert received, the maximum over layers;
+    ``expert_entropy`` the entropy of the shares divided by the logarithm of the number of experts (1 if the load is
+    even), the mean over layers; ``experts_unused`` the number of experts in all layers that received no token. Nothing
+    is logged for models whose experts are not given the router's choices.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class ExpertLoad(Callback):
         self._seen_step = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Watch the experts of the live model; what peft wraps around them is called in their place."""
+        """Hook the experts of the live model, or peft's wrapper around them, which is called in their place."""
         modules = {clean_name(name): module for name, module in pl_module.named_modules()}
         self._seen_step = trainer.global_step
         for name, module in modules.items():
@@ -44,13 +44,13 @@ class ExpertLoad(Callback):
                 self._counts.append(counts)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *batch: Any) -> None:
-        """After an optimizer step log every ``log_every_n_steps``; nothing waits for the device."""
+        """Log after an optimizer step, every ``log_every_n_steps``; the host does not wait for the device."""
         is_step, self._seen_step = trainer.global_step != self._seen_step, trainer.global_step
         every = max(1, trainer.log_every_n_steps)  # type: ignore[attr-defined]
         if not self._counts or not is_step or trainer.global_step % every:
             return
-        counts = [trainer.strategy.reduce(counts.clone(), reduce_op="sum") for counts in self._counts]
-        shares = [layer / layer.sum().clamp(min=1) for layer in map(torch.as_tensor, counts)]
+        counts: Any = trainer.strategy.reduce(torch.cat(self._counts), reduce_op="sum")
+        shares = [layer / layer.sum().clamp(min=1) for layer in counts.split([len(layer) for layer in self._counts])]
         entropies = [torch.special.entr(share).sum() / math.log(max(2, len(share))) for share in shares]
         found = {
             "expert_largest_share": torch.stack([share.max() for share in shares]).max(),

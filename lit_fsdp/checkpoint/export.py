@@ -61,7 +61,7 @@ class ExportPlan:
     specs: Mapping[str, TensorSpec]
     """Dtype and shape by name in the export; a tied tensor once."""
     parts: Mapping[str, tuple[str, int, slice]] = field(default_factory=dict)
-    """Of each expert's weights: the tensor of all experts in ``sources``, the expert's number, and the rows there."""
+    """Per-expert names in the export: the fused tensor in ``sources``, the expert's index, and its rows there."""
     files: Mapping[str, list[str]]
     """Names by weight file, as transformers numbers them."""
     base: BaseWeights | None = None
@@ -190,7 +190,7 @@ def _planned(
 
 
 def _parts(apart: Mapping[str, Sequence[str]], specs: dict[str, TensorSpec]) -> dict[str, tuple[str, int, slice]]:
-    """Put the weights of each expert under their names in the base in the place of tensors of all experts."""
+    """Replace fused expert tensors in ``specs`` by one tensor per expert, under the names of the base's files."""
     found = {}
     for name, (owner, *words) in apart.items():
         whole = specs.pop(name)
@@ -267,7 +267,7 @@ def _lora_layers(base: nn.Module, adapter: Mapping[str, Any]) -> dict[str, tuple
 
 
 def _adapted(layer: nn.Module) -> str:
-    """The parameter of the base that an adapter changes; peft wraps those of experts one around the other."""
+    """The parameter that an adapter is for; peft names it where it wraps a parameter in place of a layer."""
     return str(getattr(layer, "parameter_name", "weight"))
 
 
@@ -342,7 +342,7 @@ def _write_file(path: Path, manifest: Manifest, plan: ExportPlan, names: list[st
         assert plan.base is not None
         return plan.base.read(name.removeprefix(_BASE))
 
-    @functools.lru_cache(2)  # the tensors of a layer's experts, the parts of which take turns
+    @functools.lru_cache(2)  # the two fused tensors of a layer, whose parts alternate
     def value(name: str) -> torch.Tensor:
         return _merged(plan, name, read) if name in plan.layers else read(plan.sources[name])
 

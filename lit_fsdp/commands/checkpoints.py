@@ -141,7 +141,7 @@ def _import(argv: Sequence[str]) -> int:
 
 
 def _import_adapter(folder: Path, out: Path, model: str, allow_surplus: bool) -> str:
-    """The adapter of peft in ``folder`` as a checkpoint over the base ``model``, before its first step."""
+    """Write peft's adapter in ``folder`` as a checkpoint at step 0, with ``model`` as its base."""
     from lit_fsdp.checkpoint.export import adapter_sources
     from lit_fsdp.checkpoint.importing import Source, import_checkpoint, read_safetensors
     from lit_fsdp.config.model import LoraConfig

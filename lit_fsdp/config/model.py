@@ -11,7 +11,7 @@ from lit_fsdp.errors import ConfigError, require
 
 FLASH_ATTENTION = ("flash_attention_2", "flash_attention_3")  # these compute in bf16 or fp16 only
 WITHOUT_SDPA = ("gemma2", "gpt_oss", "granite_swa", "granitemoe_swa", "vaultgemma")
-"""Families of transformers (5.24) that have no SDPA, for the sake of a cap of scores, or of sinks, alone."""
+"""Families of transformers (5.24) without SDPA support, only because of soft caps or attention sinks."""
 GPU_ATTENTION = ("flex_attention", *FLASH_ATTENTION)  # these have a backward pass on GPUs only
 ADAMW = "torch.optim.AdamW"
 
@@ -107,9 +107,8 @@ class LoraConfig:
     dropout: float = 0.0
     """Share of a layer's inputs dropped before its adapter, 0 to 1."""
     target_modules: list[str] | str | None = None
-    """Names of layers (their ends: q_proj) or of the tensors that experts are kept in (mlp.experts.down_proj),
-    all-linear (with experts, without head and routers), attention-only, a regular expression that fits whole names, or
-    null: peft's choice."""
+    """Names of layers (their ends: q_proj) or of fused experts (mlp.experts.down_proj), all-linear (includes experts,
+    excludes the head and routers), attention-only, a regular expression that fits whole names, or null (peft's own)."""
     use_dora: bool = False
     """Learn the length of each weight vector apart from its direction (DoRA)."""
     use_rslora: bool = False

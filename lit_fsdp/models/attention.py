@@ -1,6 +1,6 @@
 """SDPA over each sample of a pack by itself: nothing grows with the square of a pack, and no head is repeated.
 
-Sinks and caps of scores, which SDPA lacks, are computed as models write them down, some queries at a time.
+Attention sinks and soft caps, which SDPA does not support, are computed eagerly, a chunk of queries at a time.
 
 Shapes: B rows, H heads of queries, K of keys and values (H is a multiple), T tokens of a row, D size of a head.
 """
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from lit_fsdp.config.model import WITHOUT_SDPA
@@ -95,7 +95,7 @@ def _attend(
 ) -> tuple[torch.Tensor, None]:
     """Attention of transformers' kind, (B, T, H, D); without ``sample_lengths`` of rows that are one sample each.
 
-    ``softcap`` bounds scores, ``s_aux`` (H) is the score of nothing, beside those of the keys.
+    ``softcap`` bounds the scores; ``s_aux`` (H) are the logits of attention sinks, one per head.
 
     With ``shared_lengths`` the second half of the samples goes on from so many first tokens of those in the first half.
     In a ``context`` group tensors are of this rank's part of the row, and lengths of the whole one.
@@ -114,7 +114,7 @@ def _attend(
         out, _ = _attend(module, query, key, value, attention_mask, softcap=softcap, s_aux=own_sinks, **given)
         return context.to_positions(out), None
     if is_plain and torch.is_tensor(attention_mask):
-        key, value = _repeated(key_BKTD, value_BKTD, query_BHTD.shape[1])
+        key, value = (repeat_kv(x, query_BHTD.shape[1] // x.shape[1]) for x in tensors[1:])
         return _plain(query_BHTD, key, value, attention_mask, **options).transpose(1, 2).contiguous(), None
     if torch.is_tensor(attention_mask) or (attention_mask is None and sample_lengths is None and not is_plain):
         out, _ = sdpa_attention_forward(module, *tensors, attention_mask, dropout=dropout, scaling=scaling, **others)
@@ -167,7 +167,7 @@ def _by_query(
 
 
 def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Parts of the positions (B, H, T, D) as (B, T, H, D), which kernels lay out so: one alone is not copied."""
+    """Concatenate parts (B, H, T, D) along T as (B, T, H, D), the layout of kernels: a single part is not copied."""
     turned = [part.transpose(1, 2) for part in parts]
     return (torch.cat(turned, dim=1) if len(turned) > 1 else turned[0]).contiguous()
 
@@ -183,7 +183,7 @@ def _banded(tensors: Sequence[torch.Tensor], window: int | None, options: dict[s
     if not before and not is_plain and (window is None or num_keys <= window):
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped, **options)
     if grouped:  # beside a mask fast kernels take no groups
-        key, value = _repeated(key, value, query.shape[1])
+        key, value = (repeat_kv(x, query.shape[1] // x.shape[1]) for x in (key, value))
     positions, reach = torch.arange(num_keys, device=query.device), window or num_keys
     found, size = [], min(reach, _QUERIES) if before or is_plain else reach
     for start in range(0, num_queries, size):
@@ -193,11 +193,6 @@ def _banded(tensors: Sequence[torch.Tensor], window: int | None, options: dict[s
         part = (query[:, :, queries], key[:, :, keys], value[:, :, keys])
         found.append((_plain if is_plain else F.scaled_dot_product_attention)(*part, attn_mask=near, **options))
     return torch.cat(found, dim=2)
-
-
-def _repeated(key_BKTD: torch.Tensor, value_BKTD: torch.Tensor, num_heads: int) -> tuple[torch.Tensor, ...]:
-    """Keys and values of each of the queries' heads."""
-    return tuple(x.repeat_interleave(num_heads // x.shape[1], dim=1) for x in (key_BKTD, value_BKTD))
 
 
 def _plain(
@@ -210,14 +205,13 @@ def _plain(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention by all its scores, (B, H, T, D): with a cap, or with sinks (H), softmax in fp32."""
+    """Eager attention, (B, H, T, D), with a soft cap or with sinks (H); the softmax is in fp32."""
     scores = (query @ key.transpose(2, 3)).float() * (query.shape[-1] ** -0.5 if scale is None else scale)
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
-    scores = scores.masked_fill(~attn_mask, torch.finfo(scores.dtype).min)  # rows of padding see nothing at all
+    scores = scores.masked_fill(~attn_mask, torch.finfo(scores.dtype).min)  # not -inf: padded rows attend to nothing
     if sinks is not None:
-        nothing = sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
-        scores = torch.cat([scores, nothing], dim=-1)
+        scores = torch.cat([scores, sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], dim=-1)
     weights = scores.softmax(dim=-1)[..., : key.shape[2]].to(value.dtype)
     return F.dropout(weights, dropout_p) @ value
 

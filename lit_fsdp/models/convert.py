@@ -70,7 +70,7 @@ def _save_folder(model: PreTrainedModel, folder: Path, generation: dict[str, Any
         (folder / GENERATION).write_bytes(json_bytes(generation))
     held = model.state_dict()
     state = {names[0]: held[names[0]].contiguous() for names in tied_groups(model)}
-    for name, tensor in state.items():  # transformers leaves views where it has split what one tensor holds
+    for name, tensor in state.items():  # fused tensors that transformers has split are views
         state[name] = tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
     try:
         save_torch_state_dict(state, folder)

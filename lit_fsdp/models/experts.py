@@ -1,10 +1,9 @@
-"""Experts that are kept in one tensor, and adapters on them, which peft wraps parameter by parameter.
+"""Fused experts, and LoRA on them, for which peft wraps each parameter in a ``ParamWrapper``.
 
-Grouped products pass autocast by (transformers 5.24: in the dtype of the weights); here they obey it.
-
-peft adds an adapter to the weights of all experts before each forward pass, and autograd keeps the sums. Here the two
-factors multiply each expert's tokens beside its weights, in the grouped products that transformers' mixtures use; what
-these do not cover gets the sums, as from peft. Its modules stay as they are, and so do names, units, merges and saves.
+In every forward pass peft adds ``B @ A`` to the weights of all experts, and autograd saves the sums. Here the low-rank
+factors are applied to each expert's tokens by grouped matrix products, as transformers applies the weights; experts
+with a forward pass of their own get peft's sums. Grouped products also follow autocast, which transformers 5.24 ignores
+(it computes in the dtype of the weights). Modules, and with them names, units, merges and saves, stay as they are.
 
 Shapes: N tokens, K experts of each, S = N * K tokens sorted by expert, E experts, I inputs, O outputs, R the rank.
 """
@@ -26,7 +25,7 @@ _ALIGNED = 8  # numbers of bf16 in 16 bytes, of which a row of a grouped product
 
 
 def fused_experts(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The tensors by name that each keep a weight of all experts of a layer, (E, I, O) or (E, O, I)."""
+    """Parameters by name that stack the weights of all experts of a layer, (E, I, O) or (E, O, I)."""
     return {
         name: param
         for module_name, module in model.named_modules()
@@ -37,7 +36,7 @@ def fused_experts(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def prepare_experts(model: nn.Module) -> None:
-    """Let experts that transformers multiplies by groups, and peft's adapters on any, compute as above; in place."""
+    """Replace the forward pass of grouped experts, and of peft's wrappers around any, as described above; in place."""
     for module in model.modules():
         is_packed = any(isinstance(child, PackedExperts) for child in module.children())
         if is_packed or hasattr(module, "is_transposed") or type(module).__name__ == "ParamWrapper":
@@ -45,7 +44,7 @@ def prepare_experts(model: nn.Module) -> None:
 
 
 def _forward(outer: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """What an outermost wrapper, or the experts, give: of several parameters peft puts one inside the other's."""
+    """The forward pass of the outermost wrapper (peft nests one per parameter) or of the experts themselves."""
     wrappers, base = {}, outer
     while hasattr(base, "lora_A"):
         wrappers[base.parameter_name] = base
@@ -56,8 +55,10 @@ def _forward(outer: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any)
     implementation = getattr(getattr(base, "config", None), "_experts_implementation", None)
     kind = hidden_states.device.type
     is_autocast = kind != "meta" and torch.is_autocast_enabled(kind)
-    # without gradients sums cost little, and logits are those of peft to the last bit
+    # without gradients the sums are cheap, and logits equal peft's bit for bit
     is_ours = (torch.is_grad_enabled() or is_autocast) and implementation == "grouped_mm"
+    # torch 2.15: compiled code gives grouped products factors in a layout that they refuse
+    is_ours = is_ours and not (adapters and torch.compiler.is_compiling())
     if is_ours and hasattr(base, "is_transposed"):
         dtype = torch.get_autocast_dtype(kind) if is_autocast else hidden_states.dtype
         found = _by_expert(base, packed, adapters, hidden_states.to(dtype), *args, **kwargs)
@@ -70,7 +71,7 @@ def _forward(outer: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any)
         whole = torch.baddbmm(weight if weight.ndim == 3 else weight[None], *factors, alpha=scale)
         weights[name] = whole.view_as(weight)
     before = {name: base.__dict__[name] for name in weights if name in base.__dict__}  # where fsdp1 puts them
-    base.__dict__.update(weights)  # found before the parameters, which stay where they are
+    base.__dict__.update(weights)  # shadows the parameters, which stay registered
     try:
         return type(base).forward(base, hidden_states, *args, **kwargs)
     finally:
@@ -88,22 +89,22 @@ def _factors(wrapper: Any) -> tuple[torch.Tensor, torch.Tensor, float]:
 
 
 class _Unpacked(torch.autograd.Function):
-    """A grouped product with experts in 4 bits, which are unpacked once more for the gradient of their inputs."""
+    """A grouped product with 4-bit experts, which are dequantized again for the gradient of the input."""
 
     @staticmethod
     def forward(
-        ctx: Any, x_SI: torch.Tensor, packed: torch.Tensor, experts: PackedExperts, ends_E: torch.Tensor, turn: bool
+        ctx: Any, x_SI: torch.Tensor, experts: PackedExperts, ends_E: torch.Tensor, is_transposed: bool
     ) -> torch.Tensor:
-        ctx.save_for_backward(packed, ends_E)  # as long as it is gathered
-        ctx.experts, ctx.turn = experts, turn
+        ctx.save_for_backward(ends_E)
+        ctx.experts, ctx.is_transposed = experts, is_transposed
         weight = experts.unpacked(x_SI.dtype)
-        return moe._grouped_mm(x_SI, weight.mT if turn else weight, ends_E)
+        return moe._grouped_mm(x_SI, weight if is_transposed else weight.mT, ends_E)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        _, ends_E = ctx.saved_tensors
+        (ends_E,) = ctx.saved_tensors
         weight = ctx.experts.unpacked(grad.dtype)
-        return moe._grouped_mm(grad, weight if ctx.turn else weight.mT, ends_E), None, None, None, None
+        return moe._grouped_mm(grad, weight.mT if ctx.is_transposed else weight, ends_E), None, None, None
 
 
 def _by_expert(
@@ -114,7 +115,7 @@ def _by_expert(
     top_k_index: torch.Tensor,
     top_k_weights: torch.Tensor,
 ) -> torch.Tensor:
-    """Transformers' forward of a module of experts, (N, I) to (N, O), of (N, I) and twice (N, K)."""
+    """The experts' forward pass as transformers defines it: (N, I) to (N, O), with indices and weights (N, K)."""
     order_S = top_k_index.flatten().argsort(stable=True)
     expert_S = top_k_index.flatten()[order_S]
     ends_E = torch.arange(experts.num_experts, device=order_S.device)
@@ -122,9 +123,9 @@ def _by_expert(
 
     def product(x_SI: torch.Tensor, name: str) -> torch.Tensor:
         if name in packed:
-            out_SO = _Unpacked.apply(x_SI, packed[name].weight, packed[name], ends_E, not experts.is_transposed)
+            out_SO = _Unpacked.apply(x_SI, packed[name], ends_E, experts.is_transposed)
         else:
-            weight = getattr(experts, name).to(x_SI.dtype)  # autocast passes grouped products by
+            weight = getattr(experts, name).to(x_SI.dtype)  # for autocast, which does not cover grouped products
             out_SO = moe._grouped_mm(x_SI, weight if experts.is_transposed else weight.mT, ends_E)
         if experts.has_bias:
             out_SO = out_SO + getattr(experts, f"{name}_bias")[expert_S].to(out_SO.dtype)

@@ -118,7 +118,7 @@ def apply_lora(model: PreTrainedModel, config: LoraConfig, base: str | None = No
         raise ConfigError(f"{_PATH}.{field}", given, f"layers of this model: {layers}") from error
     layers_of_peft = {n: m for n, m in model.named_modules() if hasattr(m, "lora_A")}
     adapted = [base_name(f"{n}.{getattr(m, 'parameter_name', '')}".rstrip(".")) for n, m in layers_of_peft.items()]
-    for field in ("rank_pattern", "alpha_pattern"):  # of parameters peft warns that it passes over what it obeys
+    for field in ("rank_pattern", "alpha_pattern"):  # peft's warning is wrong for parameters
         keys, allowed = more.get(field) or {}, f"layers of this model: {layers}"
         unused = [key for key in keys if not any(re.match(rf"(.*\.)?({key})$", name) for name in adapted)]
         require(not unused, f"{_PATH}.peft_args.{field}", f"{unused}, which fit nothing", allowed)
@@ -140,7 +140,7 @@ def apply_lora(model: PreTrainedModel, config: LoraConfig, base: str | None = No
 def _targets(
     model: PreTrainedModel, config: LoraConfig, is_known: bool, more: Mapping[str, Any], layers: str
 ) -> tuple[list[str] | str | None, list[str]]:
-    """What peft gets as ``target_modules`` and ``target_parameters``: its own all-linear adapts routers as well."""
+    """``target_modules`` and ``target_parameters`` for peft, whose own all-linear includes routers."""
     linears, fused, path = _linears(model), fused_experts(model), f"{_PATH}.target_modules"
     asked = config.target_modules
     mistaken = _mistaken(model, linears)
@@ -150,7 +150,7 @@ def _targets(
     if asked == "all-linear" or (asked is None and not is_known):
         targets, parameters = no_routers, list(fused) if asked else []
         if left_out := sorted({_end(name) for name in linears if name.rpartition(".")[2] in mistaken}):
-            text = "model.lora: without adapters, as peft takes them for experts: %s"
+            text = "model.lora: left without adapters, because peft mistakes them for routed experts: %s"
             _log.warning(text, ", ".join(left_out))
     elif asked == "attention-only":
         targets = [name for name in no_routers if _ATTENTION.search(name)]
@@ -162,7 +162,7 @@ def _targets(
         given, fix = f"{asked!r}, which fits no whole name", f"write [{asked}], or '.*{asked}'"
         require(found or parameters, path, given, f"names such as {linears[0]}", fix)
         _check_names(model, "target_modules", found, layers)
-        targets = found if fused or not found else asked  # in mixtures peft may widen it to all layers of that end
+        targets = found if fused or not found else asked  # in mixtures peft widens it to all layers
     elif asked is not None:
         modules = [f".{name}" for name, _ in model.named_modules()]
         others = [wanted for wanted in asked if not any(name.endswith(f".{wanted}") for name in modules)]
@@ -173,28 +173,28 @@ def _targets(
         targets = [wanted for wanted in asked if not any(f".{name}".endswith(f".{wanted}") for name in parameters)]
         _check_names(model, "target_modules", targets, layers)
     wrong = [] if isinstance(targets, str) else [n for n in targets or () if n.rpartition(".")[2] in mistaken]
-    given = f"{', '.join(wrong[:3])}, which peft takes for experts of {model.config.model_type}"
+    given = f"{', '.join(wrong[:3])}, which peft mistakes for routed experts of {model.config.model_type}"
     fix = f"name the experts' tensors: {', '.join(sorted({_end(name) for name in fused}))}"
-    require(not wrong, path, given, "layers that peft adapts under their names", fix)
+    require(not wrong, path, given, "other layers", fix)
     if more.get("layers_to_transform") is not None:  # peft takes whole names, and parameters, in every layer
         if targets is no_routers:
             targets = sorted({name.rpartition(".")[2] for name in targets})
         parameters = [name for name in parameters if any(f".{number}." in name for number in _numbers(more))]
-    experts = f"experts of {model.config.model_type}, which are kept in one tensor"
+    experts = f"fused experts of {model.config.model_type}"
     for field, is_set in (
         ("dropout", config.dropout),
         ("use_dora", config.use_dora),
         ("peft_args.exclude_modules", more.get("exclude_modules")),
     ):
-        value, fix = f"set, with adapters on {experts}", f"drop {field}, or target_modules: attention-only"
-        require(not (parameters and is_set), f"{_PATH}.{field}", value, "unset: peft has it for layers alone", fix)
+        value, fix = f"a value, with adapters on {experts}", f"drop {field}, or set target_modules: attention-only"
+        require(not (parameters and is_set), f"{_PATH}.{field}", value, "none: peft supports it for layers only", fix)
     return targets, parameters
 
 
 def _mistaken(model: PreTrainedModel, linears: list[str]) -> set[str]:
-    """The ends of linear layers that peft takes for experts: in some families it reads the names of earlier releases.
+    """Last parts of the names of linear layers that peft mistakes for routed experts, by names of transformers 4.
 
-    Source: https://github.com/huggingface/peft/issues/3711; nothing is found any more once that is mended.
+    Source: https://github.com/huggingface/peft/issues/3711; once that is fixed nothing is found any more.
     """
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
@@ -203,7 +203,7 @@ def _mistaken(model: PreTrainedModel, linears: list[str]) -> set[str]:
         probe = _peft().LoraConfig(target_modules=[end])
         try:
             convert_peft_config_for_transformers(probe, model, None)
-        except ValueError:  # an end alone is not enough there
+        except ValueError:  # it wants gate_proj and up_proj together
             found.add(end)
         if end not in probe.target_modules:
             found.add(end)
@@ -211,7 +211,7 @@ def _mistaken(model: PreTrainedModel, linears: list[str]) -> set[str]:
 
 
 def _end(name: str) -> str:
-    """A name without the layer's number and what comes before it."""
+    """A name without its prefix up to the layer's index."""
     return re.sub(r".*\.\d+\.", "", name)
 
 

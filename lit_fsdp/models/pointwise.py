@@ -1,7 +1,7 @@
-"""Norms and gated activations in one function each, which keep their inputs for the backward pass and no step between.
+"""RMS norms and SiLU-gated activations as one autograd function each, which saves its inputs and no intermediate.
 
-transformers writes them as three to seven operations, and autograd keeps what each of them needs. Modules stay as they
-are; without gradients, and compiled, they compute as ever, to the last bit.
+transformers writes them as three to seven operations, each of which saves tensors for the backward pass. Modules stay
+as they are; without gradients, and under ``torch.compile``, they run transformers' own code.
 
 Shapes: N rows, D features.
 """
@@ -24,7 +24,7 @@ _GATED = re.compile(rf"return {_PRODUCT}|down_proj = {_PRODUCT.replace('1', '2')
 
 
 def apply_single_functions(model: nn.Module) -> None:
-    """Let norms by the root mean square, and feed-forward layers gated by SiLU, compute as above; in place."""
+    """Replace the forward pass of RMS norms and SiLU-gated feed-forward layers, in place."""
     for module in model.modules():
         if type(module).__name__.endswith("RMSNorm") and (kind := _kind(module)) is not None:
             module.forward = functools.partial(_norm, module, kind)  # which copies and pickles take along
@@ -33,7 +33,7 @@ def apply_single_functions(model: nn.Module) -> None:
 
 
 def _kind(norm: Any) -> tuple[float, int, bool] | None:
-    """The further arguments of :func:`_normed` for a norm on meta; None if it computes something else."""
+    """``eps``, ``plus`` and ``casts_first`` of :func:`_normed` for a norm on meta; None if it is of another kind."""
     names = [name for name, _ in norm.named_parameters()]
     if names != ["weight"] or norm.weight.ndim != 1 or not any(hasattr(norm, name) for name in _EPSILONS):
         return None
@@ -56,7 +56,7 @@ def _is_gated(module: Any) -> bool:
 
 @functools.cache
 def _multiplies(kind: Any) -> bool:
-    """Whether this is all that the forward pass of a class does."""
+    """Whether the forward pass of a class is the gated product and nothing else."""
     body = inspect.getsource(kind.forward).partition(":\n")[2]
     return _GATED.fullmatch(body.strip()) is not None
 
@@ -76,9 +76,10 @@ def _feed_forward(module: Any, x: torch.Tensor) -> torch.Tensor:
 def _normed(
     x_ND: torch.Tensor, weight_D: torch.Tensor, eps: float, plus: int, casts_first: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a norm gives, in the dtypes of transformers, and the inverse root mean squares, (N, 1).
+    """The output of a norm, in the dtype that transformers gives it, and the inverse root mean squares, (N, 1).
 
-    Its weight, ``plus`` one perhaps, is multiplied after the result has the dtype of ``x_ND`` again, or before that.
+    With ``casts_first`` the result is cast back to the dtype of ``x_ND`` before it is multiplied by the weight, else
+    after that; ``plus`` is added to the weight.
     """
     x32_ND = x_ND.float()
     scale_N1 = x32_ND.square().mean(-1, keepdim=True).add_(eps).rsqrt_()

@@ -50,7 +50,7 @@ def apply_nf4(model: PreTrainedModel, keep: Collection[str], double_quantization
 
 
 class PackedExperts(nn.Module):
-    """The weights of all experts of a layer, in the place and under the name of the tensor that holds them.
+    """A fused expert tensor in NF4, a submodule under the parameter's name.
 
     It is never called; :mod:`lit_fsdp.models.experts` multiplies by what it unpacks.
     """
@@ -64,12 +64,12 @@ class PackedExperts(nn.Module):
         self.in_features, self.out_features = shape[-1], shape[0] * shape[1]
 
     def unpacked(self, dtype: torch.dtype) -> torch.Tensor:
-        """The weights of all experts, in their shape; the packed ones are gathered, as in a forward pass."""
+        """The dequantized weights of all experts; the packed weight must be gathered, as in a forward pass."""
         return unpacked(self.weight, self.quant_state).view(self.shape).to(dtype)
 
 
 def pack_experts(owners: Mapping[str, nn.Module], double_quantization: bool) -> None:
-    """Replace tensors of all experts, by their own name in their ``owners`` on meta, in place."""
+    """Replace fused expert parameters, given by name with the module that owns them, in place and on meta."""
     for name, owner in owners.items():
         own = name.rpartition(".")[2]
         shape = owner._parameters.pop(own).shape  # type: ignore[union-attr]

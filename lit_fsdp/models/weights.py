@@ -10,7 +10,7 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -121,7 +121,7 @@ class StoredMxfp4(NamedTuple):
         return experts, 32 * blocks, outputs
 
     def read(self, rows: slice | None = None) -> torch.Tensor:
-        """As :meth:`Stored.read`, in bf16, which holds every number; one expert is unpacked at a time."""
+        """As :meth:`Stored.read`, in bf16, which is exact; experts are unpacked one at a time."""
         chosen = range(self.shape[0])[rows or slice(None)]
         whole = torch.empty(len(chosen), *self.shape[1:], dtype=torch.bfloat16)
         for expert, number in zip(whole, chosen, strict=True):
@@ -156,9 +156,7 @@ class Weights:
     projections from the attention block), so the module's ancestors get their turn too, nearest first.
     """
 
-    def __init__(
-        self, model: PreTrainedModel, seed: int, stored: Mapping[str, Stored | StoredExperts | StoredMxfp4]
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, seed: int, stored: dict[str, _Readable]) -> None:
         self._seed, self._stored = seed, stored
         self._first_owner = {name: names[0] for names in tied_groups(model) for name in names}
         self._modules = dict(copy.deepcopy(model).named_modules(remove_duplicate=False))
@@ -185,7 +183,7 @@ class Weights:
 
     @property
     def experts_apart(self) -> dict[str, list[str]]:
-        """Of tensors of all experts whose files have each expert by itself: the owner there, and the parts' names."""
+        """For each fused tensor whose experts are stored separately: their module in the files, and names of parts."""
         found = {}
         for name, stored in self._stored.items():
             if isinstance(stored, StoredExperts):

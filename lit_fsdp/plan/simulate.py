@@ -241,7 +241,7 @@ def _batch(run: RunConfig, model: Any) -> dict[str, Any]:
     rows = run.data.micro_batch_size * (1 + isinstance(run.model, PreferenceModelConfig))
     ids = torch.ones(rows, run.data.max_seq_length, dtype=torch.int64)
     given, config = {"input_ids": ids, "labels": ids}, run.strategy.context_config
-    if config.degree == 1:  # of positions without values transformers would think that they are of several samples
+    if config.degree == 1:  # transformers would take fake positions for packed samples, and build a mask
         by_sample = {"sample_lengths": (ids.shape[1],)} if model.config._attn_implementation == BY_SAMPLE else {}
         return {**given, **by_sample}
     group: Any = dist.new_group(list(range(config.degree)))

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from lit_fsdp.checkpoint.run_folder import checkpoints
 from tests.dist.forks import ROOT, SMOKE, command, server
@@ -127,6 +128,14 @@ def test_refused_at_once_without_torch(tmp_path: Path) -> None:
         for needle in needles:
             assert needle in done.stderr
         assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the machine has what is refused elsewhere")
+def test_a_gpu_that_is_not_there_names_what_is(tmp_path: Path) -> None:
+    done = lit_fsdp("fit", *SMOKE, "--trainer.accelerator", "gpu", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "trainer.accelerator: got gpu, which this machine does not have" in done.stderr
+    assert "fix:     add --trainer.accelerator cpu" in done.stderr
 
 
 def test_a_profile_has_traces_and_tables_of_two_ranks(tmp_path: Path) -> None:

@@ -149,15 +149,15 @@ def test_experts_in_one_tensor_are_adapted_routers_are_not(tiny, caplog):
                 number, _, end = place.removeprefix("model.layers.").partition(".")
                 found.setdefault(int(number), set()).add(end.removeprefix("self_attn."))
         assert found == wanted, (family, lora)
-    assert "without adapters, as peft takes them for experts: mlp.down_proj, mlp.gate_proj" in caplog.text
+    assert "peft mistakes them for routed experts: mlp.down_proj, mlp.gate_proj" in caplog.text
     model = build_on_meta(tiny("qwen3_moe"))
     ranks = {"rank_pattern": {"mlp.experts.down_proj": 5}}
     apply_lora(model, LoraConfig(r=2, target_modules="all-linear", peft_args=ranks))
     assert model.model.layers[0].mlp.experts.lora_A["default"].weight.shape[0] == 5 * 4
     for family, lora, field, text in (
-        ("qwen3_moe", {"dropout": 0.1}, "dropout", "drop dropout, or target_modules: attention-only"),
-        ("qwen3_moe", {"use_dora": True}, "use_dora", "peft has it for layers alone"),
-        ("qwen3_moe", {"peft_args": {"exclude_modules": ["q_proj"]}}, "peft_args.exclude_modules", "layers alone"),
+        ("qwen3_moe", {"dropout": 0.1}, "dropout", "drop dropout, or set target_modules: attention-only"),
+        ("qwen3_moe", {"use_dora": True}, "use_dora", "peft supports it for layers only"),
+        ("qwen3_moe", {"peft_args": {"exclude_modules": ["q_proj"]}}, "peft_args.exclude_modules", "layers only"),
         (
             "glm4_moe",
             {"target_modules": ["gate_proj"]},
