@@ -58,6 +58,7 @@ def audit_recipe(run: RunConfig) -> dict[str, Any]:
         "ranks": run.world_size,
         "replicate_degree": copies,
         "context_parallel": strategy.context_config.degree,
+        "expert_parallel": strategy.expert_parallel,
         "precision": {"mode": strategy.precision_config.mode, "declared": declared_dtypes(row, frozen)},
         "state_per_rank": state,
         "optimizer": optim.optimizer,

@@ -166,6 +166,8 @@ class StrategyConfig:
     """Copies of the model for hybrid sharding; -1: all that shard_degree leaves; default: the number of nodes."""
     context_parallel: int | ContextConfig = 1
     """fsdp2: so many neighboring ranks get the same rows, and each holds a part of the positions of activations."""
+    expert_parallel: int = 1
+    """fsdp2: so many neighboring ranks divide the experts of each layer, and tokens travel to them."""
     wrap: Literal["auto", "manual"] | list[str] | WrapConfig = "auto"
     """FSDP units: auto (from the model), a list of block classes and path patterns, manual, or a mapping."""
     precision: PrecisionWord | PrecisionConfig | None = None
@@ -222,6 +224,7 @@ class StrategyConfig:
         mixes = precision.row.compute != precision.row.param
         by_compiler = self.activation_config.mode == "memory_budget"
         cuts, split = self.context_config.degree != 1, self.sharding != "no_shard"
+        divides, experts = self.expert_parallel > 1, f"{self.expert_parallel} with"
         unsynced = self.cpu_ram_efficient_loading and not self.sync_module_states
         rules: list[tuple[str, Any, Any, str]] = [
             ("timeout_seconds", not 0 < seconds <= 7 * 86400, seconds, "above 0, at most a week"),
@@ -237,6 +240,11 @@ class StrategyConfig:
             ("context_parallel", cuts and not fsdp2, f"above 1 with {self.engine}", "1, or engine: fsdp2"),
             ("context_parallel", cuts and not split, "above 1 with no_shard", "a sharding that splits parameters"),
             ("context_parallel", cuts and self.compile, "above 1 with compile: true", "1, or compile: false"),
+            ("expert_parallel", self.expert_parallel < 1, self.expert_parallel, "a whole number >= 1"),
+            ("expert_parallel", divides and not fsdp2, f"{experts} {self.engine}", "1, or engine: fsdp2"),
+            ("expert_parallel", divides and not split, f"{experts} no_shard", "a sharding that splits parameters"),
+            ("expert_parallel", divides and self.compile, f"{experts} compile: true", "1, or compile: false"),
+            ("expert_parallel", divides and wrap.manual, f"{experts} wrap: manual", "1, or units by the strategy"),
             ("use_orig_params", not self.use_orig_params, "false", "true: checkpoints rely on it"),
             ("cpu_ram_efficient_loading", unsynced, "true with sync_module_states false", "both true, or both false"),
             ("activation_checkpointing.tiles", self.compile and self.activation_config.tiles is not None,
@@ -327,6 +335,7 @@ def check_quantized(config: StrategyConfig, path: str) -> None:
     require(fits, f"{path}.engine", f"fsdp1 {quantized}", allowed)
     fits, allowed = mode not in ("fp16_mixed", "fp8"), "mixed | auto | low_precision | fp32"
     require(fits, f"{path}.precision", f"{mode} {quantized}", allowed)
+    require(config.expert_parallel == 1, f"{path}.expert_parallel", f"{config.expert_parallel} {quantized}", "1")
 
 
 def check_accumulation(config: StrategyConfig, steps: int, path: str, fix: str) -> None:
@@ -389,6 +398,7 @@ def mesh_shape(config: StrategyConfig, num_nodes: int, world_size: int, path: st
             f"a divisor of {shards}, over which a copy of the model is split",
         )
         check(shards % degree == 0, "context_parallel", str(degree), allowed)
+        check(shards % config.expert_parallel == 0, "expert_parallel", str(config.expert_parallel), allowed)
         return copies, shards
 
     check(config.engine != "single" or world_size == 1, "engine", "single", "one rank, or engine ddp")

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from torch.nn.modules.conv import _ConvNd
 from transformers.integrations import moe
 
+from lit_fsdp.models.expert_parallel import Dispatch, ExpertGroup, inverse, scaled_gradient
 from lit_fsdp.models.quantize import PackedExperts
 
 _ALIGNED = 8  # numbers of bf16 in 16 bytes, of which a row of a grouped product is a multiple
@@ -35,6 +36,11 @@ def fused_experts(model: nn.Module) -> dict[str, nn.Parameter]:
     }
 
 
+def grouped_experts(model: nn.Module) -> dict[str, Any]:
+    """Experts by name that take hidden states, indices and weights, the common interface of transformers 5."""
+    return {name: module for name, module in model.named_modules() if hasattr(module, "is_transposed")}
+
+
 def prepare_experts(model: nn.Module) -> None:
     """Replace the forward pass of grouped experts, and of peft's wrappers around any, as described above; in place."""
     for module in model.modules():
@@ -43,15 +49,24 @@ def prepare_experts(model: nn.Module) -> None:
             module.forward = functools.partial(_forward, module)  # which copies and pickles take along
 
 
-def _forward(outer: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """The forward pass of the outermost wrapper (peft nests one per parameter) or of the experts themselves."""
+def _forward(
+    outer: Any, hidden_states: torch.Tensor, *args: Any, adapters: dict[str, Any] | None = None, **kwargs: Any
+) -> Any:
+    """The forward pass of the outermost wrapper (peft nests one per parameter) or of the experts themselves.
+
+    Experts that ranks divide are an FSDP unit, which is called with the ``adapters`` around it.
+    """
     wrappers, base = {}, outer
     while hasattr(base, "lora_A"):
         wrappers[base.parameter_name] = base
         base = base.base_layer
     packed = {name: child for name, child in base.named_children() if isinstance(child, PackedExperts)}
     is_off = any(wrapper.disable_adapters or wrapper.merged for wrapper in wrappers.values())
-    adapters = {} if is_off else {name: _factors(wrapper) for name, wrapper in wrappers.items()}
+    if adapters is None:
+        adapters = {} if is_off else {name: _factors(wrapper) for name, wrapper in wrappers.items()}
+    is_divided = hasattr(base, "expert_group")
+    if is_divided and base is not outer:
+        return base(hidden_states, *args, adapters=adapters, **kwargs)
     implementation = getattr(getattr(base, "config", None), "_experts_implementation", None)
     kind = hidden_states.device.type
     is_autocast = kind != "meta" and torch.is_autocast_enabled(kind)
@@ -59,7 +74,7 @@ def _forward(outer: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any)
     is_ours = (torch.is_grad_enabled() or is_autocast) and implementation == "grouped_mm"
     # torch 2.15: compiled code gives grouped products factors in a layout that they refuse
     is_ours = is_ours and not (adapters and torch.compiler.is_compiling())
-    if is_ours and hasattr(base, "is_transposed"):
+    if is_divided or (is_ours and hasattr(base, "is_transposed")):
         dtype = torch.get_autocast_dtype(kind) if is_autocast else hidden_states.dtype
         found = _by_expert(base, packed, adapters, hidden_states.to(dtype), *args, **kwargs)
         return found.to(hidden_states.dtype)
@@ -116,10 +131,39 @@ def _by_expert(
     top_k_weights: torch.Tensor,
 ) -> torch.Tensor:
     """The experts' forward pass as transformers defines it: (N, I) to (N, O), with indices and weights (N, K)."""
-    order_S = top_k_index.flatten().argsort(stable=True)
-    expert_S = top_k_index.flatten()[order_S]
-    ends_E = torch.arange(experts.num_experts, device=order_S.device)
-    ends_E = torch.searchsorted(expert_S, ends_E, right=True).int()
+    num_choices, group = top_k_index.shape[1], getattr(experts, "expert_group", None)
+    if group is None:
+        order_S = top_k_index.flatten().argsort(stable=True)
+        expert_S = top_k_index.flatten()[order_S]
+        x_SI = hidden_states[order_S // num_choices]
+        out_SO = _products(experts, packed, adapters, x_SI, expert_S, experts.num_experts)
+    else:
+        dispatch = Dispatch(group, top_k_index)
+        order_S, own = dispatch.order_S, {name: _own_factors(group, *given) for name, given in adapters.items()}
+        x_TI = dispatch.there(hidden_states[order_S // num_choices])
+        out_SO = dispatch.back(_products(experts, packed, own, x_TI, dispatch.expert_T, len(group.own)))
+    out_SO = out_SO * top_k_weights.flatten()[order_S, None]
+    return out_SO[inverse(order_S)].view(*top_k_index.shape, -1).sum(dim=1)
+
+
+def _own_factors(
+    group: ExpertGroup, first_ERI: torch.Tensor, second_EOR: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor, float]:
+    """Those of this rank's experts; unlike these, all ranks hold adapters, over which the engine averages."""
+    first, second = (scaled_gradient(factor[group.own], group.degree) for factor in (first_ERI, second_EOR))
+    return first, second, scale
+
+
+def _products(
+    experts: Any,
+    packed: dict[str, PackedExperts],
+    adapters: dict[str, tuple[torch.Tensor, torch.Tensor, float]],
+    x_SI: torch.Tensor,
+    expert_S: torch.Tensor,
+    num_experts: int,
+) -> torch.Tensor:
+    """Apply to each row its expert, (S, I) to (S, O); ``expert_S`` ascends, and counts those that are there."""
+    ends_E = torch.searchsorted(expert_S, torch.arange(num_experts, device=expert_S.device), right=True).int()
 
     def product(x_SI: torch.Tensor, name: str) -> torch.Tensor:
         if name in packed:
@@ -137,14 +181,10 @@ def _by_expert(
             out_SO = out_SO + moe._grouped_mm(inner_SR, second_ERO.contiguous(), ends_E)
         return out_SO
 
-    x_SI = hidden_states[order_S // top_k_index.shape[1]]
-    if experts.has_gate:
-        x_SI = experts._apply_gate(product(x_SI, "gate_up_proj"))
-    else:
-        x_SI = experts.act_fn(product(x_SI, "up_proj"))
+    x_SI = (
+        experts._apply_gate(product(x_SI, "gate_up_proj"))
+        if experts.has_gate
+        else experts.act_fn(product(x_SI, "up_proj"))
+    )
     out_SO = product(x_SI, "down_proj")
-    if getattr(experts, "has_post_expert_norm", False):
-        out_SO = experts.post_expert_norm(out_SO)
-    out_SO = out_SO * top_k_weights.flatten()[order_S, None]
-    places_S = torch.empty_like(order_S).scatter_(0, order_S, torch.arange(len(order_S), device=order_S.device))
-    return out_SO[places_S].view(*top_k_index.shape, -1).sum(dim=1)
+    return experts.post_expert_norm(out_SO) if getattr(experts, "has_post_expert_norm", False) else out_SO

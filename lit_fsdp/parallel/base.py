@@ -50,6 +50,7 @@ from lit_fsdp.parallel.activation import prepare_blocks, recompute_by_unit, reso
 from lit_fsdp.parallel.alike import check_alike, ending_together, kinds_of, options_of, tensors_of
 from lit_fsdp.parallel.checkpointing import Checkpoints, check_packed_state
 from lit_fsdp.parallel.debug import write_rank
+from lit_fsdp.parallel.expert_units import build_expert_groups, check_experts, divide_experts
 from lit_fsdp.parallel.grads import GuardedSteps
 from lit_fsdp.parallel.materialize import Materializer, Reader, reset_parameters_reader
 from lit_fsdp.parallel.norms import STRATEGIES, warn_of_lightnings
@@ -176,6 +177,8 @@ class EngineStrategy(Checkpoints):
         self._noted: dict[int, torch.Tensor] = {}
         self._host_group: Any = None
         self.context: RowParts | None = None  # of the ranks that hold parts of the same rows
+        self.expert_group: dist.ProcessGroup | None = None  # of the ranks that divide experts
+        self.expert_mesh: DeviceMesh | None = None  # of the ranks that hold the same experts
         STRATEGIES.add(self)
         super().__init__(  # type: ignore[call-arg]
             process_group_backend=config.process_group_backend, timeout=timedelta(seconds=config.timeout_seconds)
@@ -229,6 +232,8 @@ class EngineStrategy(Checkpoints):
             require(_ever_averages(callback, trainer), "trainer.callbacks", given, "averages of what is trained", fix)
         if config.context_config.degree > 1:
             self._check_context(module)
+        if config.expert_parallel > 1 and (model := self._transformer(module)) is not None:
+            self._check_experts(model)
         if verb == "fit":
             self._check_accumulation(trainer)
         # the root counts on one backward pass, after which the step comes
@@ -243,12 +248,20 @@ class EngineStrategy(Checkpoints):
         allowed = "1, or a module that cuts its batches by strategy.context"
         fix = "call strategy.context.inputs in its steps, and say so: cuts_rows = True; see docs/own-module.md"
         require(getattr(module, "cuts_rows", False), path, given, allowed, fix)
-        models = [m for m in module.modules() if isinstance(m, PreTrainedModel)]
-        model = module.build().model if hasattr(module, "build") else next(iter(models), None)
-        if model is None:  # it comes in configure_model
+        if (model := self._transformer(module)) is None:
             return "ulysses" if (method := self.config.context_config.method) == "auto" else method
         by_sample(model, True)
         return context_method(model, self.config.context_config, path)
+
+    @staticmethod
+    def _transformer(module: Any) -> Any:
+        """The model of transformers in a LightningModule; None if it comes in ``configure_model``."""
+        models = (m for m in module.modules() if isinstance(m, PreTrainedModel))
+        return module.build().model if hasattr(module, "build") else next(models, None)
+
+    def _check_experts(self, model: nn.Module) -> None:
+        shards = mesh_shape(self.config, self.num_nodes, self.num_nodes * self.num_processes)[1]
+        check_experts(model, self.config.expert_parallel, shards, f"{self.path}.expert_parallel")
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -308,6 +321,11 @@ class EngineStrategy(Checkpoints):
             along = torch.arange(self.world_size).view(-1, degree).tolist()
             group: Any = dist.new_subgroups_by_enumeration(along, **options)[0]
             self.context = RowParts(group, self._check_context(self.lightning_module))
+        if (degree := self.config.expert_parallel) > 1:
+            of_experts = build_expert_groups(
+                self.root_device.type, replicas, shards, degree, timedelta(seconds=seconds)
+            )
+            self.expert_group, self.expert_mesh = of_experts
         self.shard_group, self.has_copies = self.mesh.get_group(SHARD) if shards > 1 else None, replicas > 1
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
@@ -386,6 +404,9 @@ class EngineStrategy(Checkpoints):
             self._layer_sync = None  # or Lightning would put other layers into a sharded model at the end
         if self.context is not None:
             self._check_context(module)  # whose model may have come in configure_model
+        if self.expert_group is not None:
+            self._check_experts(module)
+            divide_experts(module, self.expert_group, self.mesh.size(self.mesh.ndim - 1))
         plan = self.plan = self._prepare(module)
         self._ties = tied_names(module)
         recompute = recompute_by_unit(plan)
@@ -416,6 +437,7 @@ class EngineStrategy(Checkpoints):
             "sharding": config.sharding,
             "replicate_degree": self.world_size // shards,
             "context_parallel": config.context_config.degree,
+            "expert_parallel": config.expert_parallel,
             "replaced": config.replaced,
         }
         different = units_already_wrapped(module).keys() ^ plan.modules.keys()

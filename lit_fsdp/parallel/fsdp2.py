@@ -52,6 +52,6 @@ class FSDP2Strategy(EngineStrategy, ModelParallelStrategy):
 
     def _shard(self, module: nn.Module, plan: UnitPlan, materializer: Materializer) -> nn.Module:
         how = self.unit_options(), self.replicated, self._broadcast, is_accelerator(self.root_device)
-        root = apply_fully_shard(module, plan, self.config, *how)
+        root = apply_fully_shard(module, plan, self.config, *how, expert_mesh=self.expert_mesh)
         materializer.fill_all()
         return root

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from lit_fsdp.config.strategy import StrategyConfig
 from lit_fsdp.metrics.hardware import is_accelerator
+from lit_fsdp.parallel.expert_units import shard_experts
 from lit_fsdp.parallel.precision import TORCH_DTYPES
 from lit_fsdp.parallel.units import UnitPlan, last_unit
 
@@ -70,8 +71,12 @@ def apply_fully_shard(
     replicated: Collection[nn.Parameter],
     prepare: Callable[[nn.Module], None],
     on_accelerator: bool,
+    expert_mesh: DeviceMesh | None = None,
 ) -> nn.Module:
-    """Shard a module unit by unit, in place, and return the root to call; ``prepare`` is called with each before."""
+    """Shard a module unit by unit, in place, and return the root to call; ``prepare`` is called with each before.
+
+    ``expert_mesh`` is that of experts which ranks divide.
+    """
     options = {**options, "ignored_params": set(replicated)}
     reduce = TORCH_DTYPES[config.precision_config.row.reduce]
     norms = MixedPrecisionPolicy(TORCH_DTYPES["fp32"], reduce, cast_forward_inputs=True)
@@ -80,6 +85,10 @@ def apply_fully_shard(
         if isinstance(child, FSDPModule):  # wrap: manual
             continue
         prepare(child)
+        if hasattr(child, "expert_group"):
+            assert expert_mesh is not None
+            shard_experts(child, expert_mesh, options)
+            continue
         fully_shard(child, **{**options, "mp_policy": norms} if unit.keeps_fp32 else options)
     prepare(module)
     root: Any = _Root(module)
@@ -88,8 +97,9 @@ def apply_fully_shard(
     _reduce_unused(root)
     if not config.wrap_config.manual and (last := last_unit(plan, module)) is not None:
         last.set_reshard_after_forward(False, recurse=False)
-    for unit in root.modules() if options["mesh"].size() == 1 and not on_accelerator else ():
-        if isinstance(unit, FSDPModule):
+    for unit in root.modules() if not on_accelerator else ():
+        mesh: Any = expert_mesh if hasattr(unit, "expert_group") else options["mesh"]
+        if isinstance(unit, FSDPModule) and mesh.size() == 1:
             comm: Any = _OneRank()
             unit.set_custom_reduce_scatter(comm)
     units = set(plan.modules.values())

@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lit_fsdp.config.strategy import StrategyConfig, WrapConfig
 from lit_fsdp.errors import require
+from lit_fsdp.models.experts import grouped_experts
 
 _LARGE_ROOT = 10_000_000  # parameters: too many to be left in the root by a choice that nobody made by name
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -62,7 +63,8 @@ def plan_for(module: nn.Module, config: StrategyConfig, path: str) -> UnitPlan:
     row = config.precision_config.row
     mixes = config.is_sharded and not wrap.manual and row.compute != row.param
     norms = [m for m in module.modules() if isinstance(m, _BatchNorm) and m.affine] if mixes else []
-    plan = plan_units(module, wrap, f"{path}.wrap", norms)
+    experts = grouped_experts(module).values() if config.expert_parallel > 1 else ()
+    plan = plan_units(module, wrap, f"{path}.wrap", norms, experts)
     if config.compile and config.is_sharded:
         inside = {inner for block in plan.blocks for inner in block.modules() if inner is not block}
         names = [unit.name for unit in plan.units if plan.modules.get(unit.name) in inside and not unit.keeps_fp32]
@@ -71,10 +73,17 @@ def plan_for(module: nn.Module, config: StrategyConfig, path: str) -> UnitPlan:
     return plan
 
 
-def plan_units(model: nn.Module, wrap: WrapConfig, path: str = "wrap", fp32: Collection[nn.Module] = ()) -> UnitPlan:
+def plan_units(
+    model: nn.Module,
+    wrap: WrapConfig,
+    path: str = "wrap",
+    fp32: Collection[nn.Module] = (),
+    experts: Iterable[nn.Module] = (),
+) -> UnitPlan:
     """The FSDP units of a model: found from the model itself, named, by size, or read back where it wrapped itself.
 
-    Tied weights stay in the unit that encloses all their users. ``fp32`` become units of their own, gathered in fp32.
+    Tied weights stay in the unit that encloses all their users. ``fp32``, gathered in fp32,
+    and ``experts`` become units of their own.
 
     Raises:
         ConfigError: What matches no module (what exists is listed), or too many parameters left in the root.
@@ -86,7 +95,7 @@ def plan_units(model: nn.Module, wrap: WrapConfig, path: str = "wrap", fp32: Col
         source, shares = "manual", dict.fromkeys(chosen, False)
     else:
         chosen, recomputed, source = _choose(model, wrap, ends, path)
-        chosen = [m for m in dict.fromkeys([*chosen, *_manual_parts(model), *fp32]) if m is not model]
+        chosen = [m for m in dict.fromkeys([*chosen, *_manual_parts(model), *fp32, *experts]) if m is not model]
         shares = _shares_outside(model, [*chosen, *recomputed])
     blocks = _outermost(model, [m for m in recomputed if not shares[m]], ends)
     names = {module: clean_name(name) for name, module in model.named_modules()}

@@ -1,0 +1,116 @@
+"""Expert parallel: the ranks of a group divide a layer's experts, and tokens travel to their experts and back.
+
+A rank sends the hidden state of a token once for each expert that the router chose, applies its own experts to what it
+receives, and sends the results back, where they are weighted and summed in the order of one rank.
+
+Shapes: N tokens of a rank, K experts of each, S = N * K choices that it sends, T choices that it receives, E experts,
+n ranks.
+
+Source: GShard, arXiv:2006.16668, section 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import _functional_collectives as collectives
+
+
+class ExpertGroup:
+    """The ranks that divide the experts of a layer.
+
+    Attributes:
+        group: Their process group.
+        degree: Their number, n.
+        held: The experts of each rank.
+        own: Those of this rank, in the order of its parameters.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, held: Sequence[Sequence[int]]) -> None:
+        self.group, self.held = group, [list(experts) for experts in held]
+        self.degree, self.own = len(held), self.held[dist.get_rank(group)]
+        by_rank = torch.tensor([expert for experts in held for expert in experts])
+        self._places_E = by_rank.argsort()  # of each expert, if they are ordered by rank
+
+    def places(self, device: torch.device) -> torch.Tensor:
+        """The place of each expert (E) in their order by rank, on a device."""
+        if self._places_E.device != device:
+            self._places_E = self._places_E.to(device)
+        return self._places_E
+
+    def exchanged(self, counts_E: torch.Tensor, num_choices: int) -> tuple[torch.Tensor, list[int], list[int]]:
+        """Tell the ranks how many choices come for each of their experts.
+
+        Returns:
+            Choices that come here by rank and own expert, flat, and the numbers sent to and received from each rank.
+        """
+        sizes, own = [len(experts) for experts in self.held], len(self.own)
+        counts_nE = counts_E.new_empty(self.degree * own)
+        dist.all_to_all_single(counts_nE, counts_E, [own] * self.degree, sizes, group=self.group)
+        found = torch.cat([counts_E, counts_nE]).tolist()  # a forward pass waits here for the device
+        sent = [sum(part.tolist()) for part in torch.tensor(found[: len(counts_E)]).split(sizes)]
+        return counts_nE, sent, torch.tensor(found[len(counts_E) :]).view(self.degree, own).sum(1).tolist()
+
+
+class Dispatch:
+    """The way of the choices of one forward pass to their experts, and back.
+
+    Attributes:
+        order_S: The choices, of (N, K) flattened, in the order in which they are sent.
+        expert_T: The own expert, by its number here, of each choice that :meth:`there` gives; ascending.
+    """
+
+    def __init__(self, group: ExpertGroup, top_k_index_NK: torch.Tensor) -> None:
+        self._group, device = group, top_k_index_NK.device
+        places_E = group.places(device)
+        self.order_S = places_E[top_k_index_NK.flatten()].argsort(stable=True)
+        place_S = places_E[top_k_index_NK.flatten()][self.order_S]
+        ends_E = torch.searchsorted(place_S, torch.arange(len(places_E), device=device), right=True)
+        counts_E = ends_E.diff(prepend=ends_E.new_zeros(1))
+        counts_nE, self._sent, self._received = group.exchanged(counts_E, len(place_S))
+        own_nE = torch.arange(len(group.own), device=device).repeat(group.degree)
+        own_T = own_nE.repeat_interleave(counts_nE, output_size=sum(self._received))
+        self._order_T = own_T.argsort(stable=True)
+        self.expert_T = own_T[self._order_T]
+
+    def there(self, x_SI: torch.Tensor) -> torch.Tensor:
+        """What the own experts are to be applied to, (T, I); ``x_SI`` is in the order of :attr:`order_S`.
+
+        The engine averages gradients of experts over the ranks that hold the same ones, a ``degree``-th part of all
+        ranks whose tokens they have seen. From here to :meth:`back` gradients are divided by ``degree``.
+        """
+        x_TI = self._exchange(x_SI, self._received, self._sent)[self._order_T]
+        return scaled_gradient(x_TI, self._group.degree)
+
+    def back(self, out_TO: torch.Tensor) -> torch.Tensor:
+        """The results of the own choices, (S, O), in the order of :attr:`order_S`."""
+        out_TO = scaled_gradient(out_TO, 1 / self._group.degree)
+        return self._exchange(out_TO[inverse(self._order_T)], self._sent, self._received)
+
+    def _exchange(self, x: torch.Tensor, received: list[int], sent: list[int]) -> torch.Tensor:
+        found = collectives.all_to_all_single_autograd(x.contiguous(), received, sent, self._group.group)
+        return collectives.wait_tensor(found)
+
+
+def inverse(order_S: torch.Tensor) -> torch.Tensor:
+    """The permutation that undoes another one."""
+    return torch.empty_like(order_S).scatter_(0, order_S, torch.arange(len(order_S), device=order_S.device))
+
+
+def scaled_gradient(x: torch.Tensor, factor: float) -> torch.Tensor:
+    """The same, with gradients multiplied by ``factor``."""
+    return _ScaledGradient.apply(x, factor)
+
+
+class _ScaledGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return grads[0] * ctx.factor, None

@@ -1,0 +1,116 @@
+"""Experts that ranks divide as FSDP units: who holds which, their groups, and how torch shards them.
+
+Parameters stay split along dim 0 over all ranks of a copy, as everywhere, so that checkpoints, optimizers and norms see
+what they see without expert parallel. Of ``n`` neighboring ranks each gathers its experts alone, from the ranks with
+the same place in the other groups of neighbors.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from transformers import PreTrainedModel
+
+from lit_fsdp.errors import require
+from lit_fsdp.models.expert_parallel import ExpertGroup
+from lit_fsdp.models.experts import grouped_experts, prepare_experts
+
+
+def check_experts(model: nn.Module, degree: int, shards: int, path: str) -> None:
+    """Refuse to divide the experts of a model over ``degree`` of the ``shards`` ranks that hold a copy of it.
+
+    Raises:
+        ConfigError: It has no experts of the common interface, they compute otherwise, or are too few.
+    """
+    kinds = (module.config.model_type for module in model.modules() if isinstance(module, PreTrainedModel))
+    kind = next(kinds, type(model).__name__)
+    found, given = grouped_experts(model), f"{degree} for {kind}"
+    allowed = "1, or a mixture whose experts take hidden states, indices and weights"
+    require(found, path, f"{given}, which has no such experts", allowed, "drop expert_parallel")
+    for name, experts in found.items():
+        own = dict(experts.named_parameters())
+        others = [n for n, p in own.items() if "lora_" not in n and p.shape[:1] != (experts.num_experts,)]
+        text = f"{given}, whose {name} has {', '.join(others[:1])}, no weights of each expert"
+        require(not others, path, text, allowed, "drop expert_parallel")
+        chosen = getattr(experts.config, "_experts_implementation", None)
+        fix = "drop expert_parallel, or what sets experts_implementation"
+        require(chosen == "grouped_mm", path, f"{given}, whose experts compute by {chosen}", "grouped_mm", fix)
+        counts = [n for n in range(1, shards + 1) if shards % n == 0 and _fits(experts.num_experts, shards, n)]
+        given_here = f"{given}, with {experts.num_experts} experts over {shards} ranks"
+        require(degree in counts, path, given_here, " | ".join(map(str, counts)), f"set expert_parallel: {counts[-1]}")
+
+
+def build_expert_groups(
+    device_type: str, copies: int, shards: int, degree: int, timeout: timedelta
+) -> tuple[dist.ProcessGroup, DeviceMesh]:
+    """The ranks that divide experts, and the mesh over which each of them shards and copies its part."""
+    options: Any = {"timeout": timeout}
+    ranks = torch.arange(copies * shards).view(copies, -1, degree)
+    names = ("dp_replicate", "expert_shard")
+    groups: list[Any] = [
+        dist.new_subgroups_by_enumeration(along.reshape(-1, along.shape[-1]).tolist(), **options)[0]
+        for along in (ranks, ranks.transpose(1, 2), ranks.permute(1, 2, 0))
+    ]
+    group, shard_group, copy_group = groups
+    if copies == 1:
+        return group, DeviceMesh.from_group(shard_group, device_type, mesh_dim_names=names[1:])
+    mesh: Any = ranks[:, :, dist.get_rank(group)]
+    return group, DeviceMesh.from_group([copy_group, shard_group], device_type, mesh=mesh, mesh_dim_names=names)
+
+
+def divide_experts(model: nn.Module, group: dist.ProcessGroup, shards: int) -> None:
+    """Let the ranks of ``group`` divide the experts of a checked model, in place."""
+    prepare_experts(model)
+    for experts in grouped_experts(model).values():
+        experts.expert_group = ExpertGroup(group, _held(experts.num_experts, shards, dist.get_world_size(group)))
+
+
+def shard_experts(experts: Any, mesh: DeviceMesh, options: dict[str, Any]) -> None:
+    """``fully_shard`` the divided experts, each rank its own over ``mesh``; ``options`` are those of other units.
+
+    torch shards a tensor of the own experts. The parameters that it is given then are DTensors of all experts on the
+    mesh of other units, of which this rank's rows are the same.
+    """
+    whole, group = options["mesh"], experts.expert_group
+    placements = [*[Replicate()] * (whole.ndim - 1), Shard(0)]
+    shapes = {}
+    for name, param in list(experts._parameters.items()):
+        if param is not None:
+            shapes[name] = param.shape, param.stride()
+            setattr(experts, name, nn.Parameter(param.detach()[group.own], param.requires_grad))
+    policy = dataclasses.replace(options["mp_policy"], cast_forward_inputs=False)  # weights may be in fp32 on purpose
+    fully_shard(experts, **{**options, "mesh": mesh, "mp_policy": policy})
+    for name, (shape, stride) in shapes.items():
+        own: Any = experts._parameters[name]
+        rows = DTensor.from_local(own.to_local(), whole, placements, run_check=False, shape=shape, stride=stride)
+        setattr(experts, name, nn.Parameter(rows, own.requires_grad))  # taken over before the first forward pass
+
+
+def _rows(num_experts: int, shards: int) -> list[range]:
+    """The experts in the rows of each rank, as torch splits dim 0."""
+    size = -(-num_experts // shards)
+    return [range(min(rank * size, num_experts), min((rank + 1) * size, num_experts)) for rank in range(shards)]
+
+
+def _held(num_experts: int, shards: int, degree: int) -> list[list[int]]:
+    """The experts of each of ``degree`` neighbors: those in its own rows and in the rows of its like elsewhere."""
+    rows = _rows(num_experts, shards)
+    return [[expert for rank in rows[place::degree] for expert in rank] for place in range(degree)]
+
+
+def _fits(num_experts: int, shards: int, degree: int) -> bool:
+    """Whether torch splits the experts of each neighbor into the rows of its like."""
+    rows = _rows(num_experts, shards)
+    for place, experts in enumerate(_held(num_experts, shards, degree)):
+        sizes = [len(part) for part in _rows(len(experts), shards // degree)]
+        if not experts or sizes != [len(part) for part in rows[place::degree]]:
+            return False
+    return True
