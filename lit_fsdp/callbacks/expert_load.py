@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import nn
 
+from lit_fsdp.models.expert_parallel import ExpertGroup
 from lit_fsdp.parallel.units import clean_name
 
-_CHOICES = "top_k_index"  # argument of the experts' forward in transformers: the experts of each token
+_CHOICES = ("top_k_index", "router_indices")  # of the experts' forward in transformers: the experts of each token
 
 
 class ExpertLoad(Callback):
@@ -20,12 +22,15 @@ class ExpertLoad(Callback):
 
     ``expert_largest_share`` is the share of a layer's tokens that its busiest expert received, the maximum over layers;
     ``expert_entropy`` the entropy of the shares divided by the logarithm of the number of experts (1 if the load is
-    even), the mean over layers; ``experts_unused`` the number of experts in all layers that received no token. Nothing
-    is logged for models whose experts are not given the router's choices.
+    even), the mean over layers; ``experts_unused`` the number of experts in all layers that received no token. With
+    ``expert_parallel``, ``expert_rank_load`` is the number of tokens that the busiest rank of a layer received, divided
+    by the mean over ranks, the maximum over layers. Nothing is logged for models whose experts are not given the
+    router's choices.
     """
 
     def __init__(self) -> None:
         self._counts: list[torch.Tensor] = []
+        self._groups: list[ExpertGroup | None] = []
         self._handles: list[Any] = []
         self._seen_step = 0
 
@@ -36,12 +41,13 @@ class ExpertLoad(Callback):
         for name, module in modules.items():
             is_known = isinstance(getattr(module, "num_experts", None), int)
             parameters = list(inspect.signature(type(module).forward).parameters) if is_known else []
-            if _CHOICES in parameters:
+            if name_of_choices := next((name for name in _CHOICES if name in parameters), None):
                 counts = torch.zeros(module.num_experts, dtype=torch.float32, device=trainer.strategy.root_device)
-                count = functools.partial(_count, counts, parameters.index(_CHOICES) - 1)
+                count = functools.partial(_count, counts, name_of_choices, parameters.index(name_of_choices) - 1)
                 outermost = modules[name.split(".base_layer", 1)[0]]
                 self._handles.append(outermost.register_forward_pre_hook(count, with_kwargs=True))
                 self._counts.append(counts)
+                self._groups.append(getattr(module, "expert_group", None))
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *batch: Any) -> None:
         """Log after an optimizer step, every ``log_every_n_steps``; the host does not wait for the device."""
@@ -57,7 +63,12 @@ class ExpertLoad(Callback):
             "expert_entropy": torch.stack(entropies).mean(),
             "experts_unused": torch.stack([(share == 0).sum() for share in shares]).sum().float(),
         }
-        pl_module.log_dict(found)
+        loads = [
+            torch.stack([share[experts].sum() for experts in group.held]).max() * group.degree
+            for share, group in zip(shares, self._groups, strict=True)
+            if group is not None
+        ]
+        pl_module.log_dict(found | ({"expert_rank_load": torch.stack(loads).max()} if loads else {}))
         for layer in self._counts:
             layer.zero_()
 
@@ -65,10 +76,10 @@ class ExpertLoad(Callback):
         """Leave the model as it was."""
         for handle in self._handles:
             handle.remove()
-        self._handles, self._counts = [], []
+        self._handles, self._counts, self._groups = [], [], []
 
 
-def _count(counts_E: torch.Tensor, place: int, module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+def _count(counts_E: torch.Tensor, name: str, place: int, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
     if module.training:
-        chosen = (kwargs[_CHOICES] if _CHOICES in kwargs else args[place]).flatten()
+        chosen = (kwargs[name] if name in kwargs else args[place]).flatten()
         counts_E.scatter_add_(0, chosen, torch.ones_like(chosen, dtype=counts_E.dtype))

@@ -126,6 +126,13 @@ def run_plan(argv: Sequence[str]) -> int:
     heads = ["parameters, gradients and AdamW", *record["zero"]]
     cells = [f"GiB per rank on {run.world_size}", *(f"{size / 2**30:.2f}" for size in record["zero"].values())]
     lines = [_memory_table(found, host), "", columns([heads, cells], right=heads[1:]), ""]
+    if (sent := memory.expert_bytes(run)) is not None:
+        record["experts"], degree = sent, int(sent["degree"])
+        better = "expert_parallel: 1" if sent["weights"] <= sent["tokens"] else f"expert_parallel: {degree}"
+        lines.append(
+            f"experts make a rank send {size_words(sent['weights'])} of weights per step, or with expert_parallel: "
+            f"{degree} {size_words(sent['tokens'])} of tokens and weights; {better} sends less"
+        )
     if host_gib < math.inf:
         verdict = "fits" if too_much <= 0 else f"does not fit: {too_much:.1f} GiB too much"
         lines.append(f"on a host of {host_gib:g} GiB: {verdict}")

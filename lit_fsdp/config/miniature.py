@@ -33,10 +33,13 @@ def adapt_to_miniature(trainer: Any, strategy: Any, model: Any, data: Any = None
             replace(strategy, path, key, new, why)
         given = strategy.context_parallel
         degree = given if isinstance(given, int) else given["degree"]
-        if isinstance(devices, int) and devices % degree:
+        if isinstance(devices, int) and degree > 1 and devices % degree:
             fits, why = math.gcd(degree, devices), f"{devices} ranks on one node"
             new = fits if isinstance(given, int) else {**dict(given), "degree": fits}
             replace(strategy, path, "context_parallel", new, why)
+        if isinstance(devices, int) and strategy.expert_parallel > 1 and devices % strategy.expert_parallel:
+            fits = math.gcd(strategy.expert_parallel, devices)
+            replace(strategy, path, "expert_parallel", fits, f"{devices} ranks on one node")
         if strategy.engine == "single":
             replace(trainer, "trainer", "devices", 1, "engine single")
         if on_cpu and strategy.engine == "fsdp1":

@@ -15,12 +15,15 @@ from lit_fsdp.config.data import DEFAULT_BATCH, accumulation_steps
 from lit_fsdp.config.model import ModelConfig, PreferenceModelConfig
 from lit_fsdp.config.run import STRATEGY, RunConfig
 from lit_fsdp.config.strategy import StrategyConfig, mesh_shape
+from lit_fsdp.errors import ConfigError
 from lit_fsdp.metrics.flops import flop_formula
 from lit_fsdp.metrics.hardware import Gpu
 from lit_fsdp.models.build import build_trainable
+from lit_fsdp.models.experts import grouped_experts
 from lit_fsdp.models.optimizers import state_bytes
 from lit_fsdp.models.parts import context_method
 from lit_fsdp.models.resolve import resolve_architecture
+from lit_fsdp.parallel.expert_units import check_experts
 from lit_fsdp.parallel.precision import TORCH_DTYPES, cast_parameters
 from lit_fsdp.parallel.units import UnitPlan, plan_for
 from lit_fsdp.plan.simulate import StepMemory, step_memory
@@ -92,7 +95,9 @@ def rank_memory(run: RunConfig) -> RankMemory:
     row = strategy.precision_config.row
     if steps > 1 and strategy.is_sharded and not strategy.sync_each_micro_batch:
         # whole gradients wait on the device for the last micro-batch, in the dtype in which they are reduced
-        waiting = sum(p.numel() for p in params if p.requires_grad) * TORCH_DTYPES[row.reduce].itemsize
+        divided = _expert_params(run) if strategy.expert_parallel > 1 else set()
+        numbers = (p.numel() // (strategy.expert_parallel if p in divided else 1) for p in params if p.requires_grad)
+        waiting = sum(numbers) * TORCH_DTYPES[row.reduce].itemsize
         step = dataclasses.replace(step, gradients=0, reduced=step.reduced + waiting)
     largest = max(p.numel() for p in params) * TORCH_DTYPES[row.param].itemsize
     if strategy.offloads:  # a shard arrives as it is stored, and is cast on the device
@@ -134,13 +139,18 @@ def least_bytes(run: RunConfig) -> int:
         return 0
     stays = strategy.is_sharded and strategy.sharding in ("shard_grad_op", "hybrid_shard_zero2")
     size = TORCH_DTYPES[strategy.precision_config.row.compute].itemsize
-    return _state_of(_largest_state(run)) + stays * size * sum(p.numel() for p in _planned(run)[0].parameters())
+    divided = _expert_params(run) if strategy.expert_parallel > 1 else set()
+    params = _planned(run)[0].parameters()
+    gathered = sum(p.numel() // (strategy.expert_parallel if p in divided else 1) for p in params)
+    return _state_of(_largest_state(run)) + stays * size * gathered
 
 
 def zero_table(run: RunConfig) -> dict[str, int]:
     """Bytes of parameters, gradients and AdamW state per rank: whole, and by the stages of ZeRO (arXiv:1910.02054)."""
     assert run.world_size is not None
-    alone = dataclasses.replace(run.strategy, engine="ddp", sharding="no_shard", cpu_offload=False, context_parallel=1)
+    alone = dataclasses.replace(
+        run.strategy, engine="ddp", sharding="no_shard", cpu_offload=False, context_parallel=1, expert_parallel=1
+    )
     whole = _largest_state(dataclasses.replace(run, strategy=alone))
     kinds = [whole[f"{kind}_bytes"] for kind in ("optimizer", "gradient", "parameter")]
     found = {}
@@ -163,8 +173,13 @@ def _largest_state(run: RunConfig) -> dict[str, int]:
 def _planned(run: RunConfig) -> tuple[Any, UnitPlan]:
     """The whole model on meta and its units: once for all choices that change neither."""
     given = settled_strategy(run)
-    alike = StrategyConfig(engine=given.engine, wrap=given.wrap, precision=given.precision, compile=given.compile)
-    return _model_and_units(dataclasses.replace(run.model, attn_implementation=None), alike)
+    names = ("engine", "wrap", "precision", "compile", "expert_parallel")
+    alike = StrategyConfig(**{name: getattr(given, name) for name in names})
+    module, plan = _model_and_units(dataclasses.replace(run.model, attn_implementation=None), alike)
+    if (degree := given.expert_parallel) > 1:
+        shards = mesh_shape(given, run.num_nodes, run.world_size or 1, STRATEGY)[1]
+        check_experts(module, degree, shards, f"{STRATEGY}.expert_parallel")
+    return module, plan
 
 
 @_once
@@ -227,19 +242,15 @@ def step_time(run: RunConfig, gpu: Gpu | None) -> dict[str, float] | None:
     words = dict.fromkeys(formula.blocks, "full" if strategy.activation_config.mode == "full" else "no")
     operations = formula.train_flops(counts) + (formula.recomputed_flops(counts, words) or 0.0)
     compute = operations / world / (peak * 1e12 * PEAK_SHARE)
-    params, forwards = list(model.parameters()), global_rows // (run.data.micro_batch_size * run.data_ranks)
-    gathers = forwards * (_GATHERS[strategy.sharding] if strategy.is_sharded else 0)
+    forwards = global_rows // (run.data.micro_batch_size * run.data_ranks)
     reductions = forwards if strategy.sync_each_micro_batch else 1
-    rank_bytes, node_bytes = sent_bytes(
-        gathers * TORCH_DTYPES[row.compute].itemsize * sum(p.numel() for p in params),
-        reductions * TORCH_DTYPES[row.reduce].itemsize * sum(p.numel() for p in params if p.requires_grad),
-        mesh_shape(strategy, run.num_nodes, world),
-        ranks_per_node=world // run.num_nodes,
-    )
+    rank_bytes, node_bytes, traveling = _sent(run, forwards, reductions, tokens / world)
     communication = max(rank_bytes / (gpu.link_gb_per_second * 1e9), node_bytes / (NETWORK_GB_PER_SECOND * 1e9))
     is_inside = strategy.context_config.degree <= world // run.num_nodes  # the group, a node
     rate = gpu.link_gb_per_second if is_inside else NETWORK_GB_PER_SECOND
     exchanges = _exchanged_bytes(run, model, tokens / world, TORCH_DTYPES[row.compute].itemsize) / (rate * 1e9)
+    is_inside = strategy.expert_parallel <= world // run.num_nodes
+    exchanges += traveling / ((gpu.link_gb_per_second if is_inside else NETWORK_GB_PER_SECOND) * 1e9)
     copies = host = 0.0
     if strategy.offloads:
         state, further = _largest_state(run), reductions - 1
@@ -255,6 +266,77 @@ def step_time(run: RunConfig, gpu: Gpu | None) -> dict[str, float] | None:
     found = {"compute": compute, "communication": communication, "copies": copies, "host": host}
     found |= {"exposed": exposed + exchanges, "exchanges": exchanges}  # for which attention waits
     return {**found, "tokens_per_second": tokens / (compute + exposed + exchanges + host)}
+
+
+def _expert_params(run: RunConfig) -> set[Any]:
+    """The weights of experts that ranks could divide, without adapters, which stay whole."""
+    experts = grouped_experts(_planned(run)[0].model).values()
+    return {p for module in experts for name, p in module.named_parameters() if "lora_" not in name}
+
+
+def expert_degree(run: RunConfig) -> int:
+    """Over how many ranks of a node experts can be divided, at most; 1 where nothing is gained or it cannot be."""
+    strategy, model, world = settled_strategy(run), _planned(run)[0], run.world_size or 1
+    for degree in range(world // run.num_nodes, 1, -1) if grouped_experts(model) else ():
+        try:
+            divided = dataclasses.replace(strategy, engine="fsdp2", expert_parallel=degree)
+            check_experts(model, degree, mesh_shape(divided, run.num_nodes, world)[1], STRATEGY)
+        except ConfigError:
+            continue
+        return degree
+    return 1
+
+
+def expert_bytes(run: RunConfig) -> dict[str, float] | None:
+    """What a rank sends for experts in a step: ``weights`` without expert parallel, ``tokens`` (and weights) with it.
+
+    ``degree`` is the recipe's or the largest inside a node; None where experts cannot be divided.
+    """
+    degree = max(run.strategy.expert_parallel, expert_degree(run))
+    if degree == 1:
+        return None
+    rows = run.data.global_batch_size or DEFAULT_BATCH
+    forwards = rows // (run.data.micro_batch_size * run.data_ranks)
+    tokens = rows * (1 + isinstance(run.model, PreferenceModelConfig)) * run.data.max_seq_length / (run.world_size or 1)
+    reductions = forwards if run.strategy.sync_each_micro_batch else 1
+    sent = {}
+    for name, n in (("weights", 1), ("tokens", degree)):
+        other = dataclasses.replace(run, strategy=dataclasses.replace(run.strategy, expert_parallel=n))
+        rank_bytes, _, traveling = _sent(other, forwards, reductions, tokens, experts_only=True)
+        sent[name] = rank_bytes + traveling
+    return {"degree": degree, **sent}
+
+
+def _sent(
+    run: RunConfig, forwards: int, reductions: int, tokens: float, experts_only: bool = False
+) -> tuple[float, float, float]:
+    """Bytes of weights and gradients that a step makes a rank and a node send, and of ``tokens`` to experts elsewhere.
+
+    The hidden states of a token travel once for each of its experts, there and back, in every pass.
+    """
+    assert run.world_size is not None
+    strategy, model, per_node = settled_strategy(run), _planned(run)[0].model, run.world_size // run.num_nodes
+    row, degree = strategy.precision_config.row, strategy.expert_parallel
+    size, reduce_size = TORCH_DTYPES[row.compute].itemsize, TORCH_DTYPES[row.reduce].itemsize
+    gathers = forwards * (_GATHERS[strategy.sharding] if strategy.is_sharded else 0)
+    copies, shards = mesh_shape(strategy, run.num_nodes, run.world_size)
+    experts = _expert_params(run) if degree > 1 or experts_only else set()
+    rank_bytes = node_bytes = 0.0
+    for is_of_experts, n in ((False, 1), (True, degree)):
+        own = [p for p in model.parameters() if (p in experts) == is_of_experts]
+        if experts_only and not is_of_experts:
+            continue
+        gathered = gathers * size * sum(p.numel() for p in own) / n
+        reduced = reductions * reduce_size * sum(p.numel() for p in own if p.requires_grad) / n
+        # neighbors hold other experts: each is in a ring of its own, with every n-th rank
+        by_rank, by_node = sent_bytes(gathered, reduced, (copies, shards // n), max(1, per_node // n))
+        rank_bytes, node_bytes = rank_bytes + by_rank, node_bytes + by_node * min(n, per_node)
+    if degree == 1:
+        return rank_bytes, node_bytes, 0.0
+    config = model.config.get_text_config()
+    passes = 2 + (strategy.activation_config.mode in ("full", "every_n", "memory_budget"))
+    choices = tokens * config.num_experts_per_tok * len(grouped_experts(model))
+    return rank_bytes, node_bytes, passes * 2 * choices * config.hidden_size * size * (degree - 1) / degree
 
 
 def _exchanged_bytes(run: RunConfig, model: Any, tokens: float, size: int) -> float:

@@ -23,7 +23,16 @@ from lit_fsdp.config.strategy import ActivationMode
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.host import EXIT_DIR
 from lit_fsdp.metrics.hardware import Gpu
-from lit_fsdp.plan.memory import HOST_USABLE, OVERHEAD_BYTES, USABLE, host_memory, least_bytes, rank_memory, step_time
+from lit_fsdp.plan.memory import (
+    HOST_USABLE,
+    OVERHEAD_BYTES,
+    USABLE,
+    expert_degree,
+    host_memory,
+    least_bytes,
+    rank_memory,
+    step_time,
+)
 
 _LORA = LoraConfig(target_modules="all-linear")
 _QLORA = dataclasses.replace(_LORA, quantize="nf4")
@@ -48,6 +57,7 @@ class Choice:
             strategy.engine,
             strategy.sharding if strategy.is_sharded else "",
             f"{strategy.context_config.degree} ranks share rows" if strategy.context_config.degree > 1 else "",
+            f"experts over {strategy.expert_parallel} ranks" if strategy.expert_parallel > 1 else "",
             f"recompute {mode}" if mode != "none" else "",
             "cpu_offload" if strategy.offloads else "",
             "" if lora is None else f"QLoRA ({lora.quantize})" if lora.quantize else "LoRA",
@@ -91,11 +101,13 @@ def choices(run: RunConfig, modes: tuple[ActivationMode, ...]) -> Iterator[Choic
         kinds.append({"engine": "fsdp2", "sharding": "hybrid_shard", "replicate_degree": run.num_nodes})
     degrees = [d for d in (2, 4, 8, 16) if world % d == 0 and run.data.max_seq_length >= _LONG]
     kinds += [{"engine": "fsdp2", "context_parallel": degree} for degree in degrees]
+    if (degree := expert_degree(run)) > 1:
+        kinds.append({"engine": "fsdp2", "expert_parallel": degree})
     offload = {"engine": "fsdp2", "cpu_offload": True}
     for lora in (None,) if run.model.lora else (None, _LORA, _QLORA):
         for kind in kinds if lora else [*kinds, offload]:
             for mode in modes[::-1] if kind is offload else modes:
-                plain = {**_WHOLE, "cpu_offload": False, "context_parallel": 1}
+                plain = {**_WHOLE, "cpu_offload": False, "context_parallel": 1, "expert_parallel": 1}
                 values = {**plain, **kind, "activation_checkpointing": mode}
                 if choice := changed(run, values, lora):
                     yield choice

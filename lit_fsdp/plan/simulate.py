@@ -16,6 +16,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 from unittest import mock
 
@@ -35,12 +36,14 @@ from lit_fsdp.errors import ConfigError
 from lit_fsdp.metrics.hardware import is_accelerator
 from lit_fsdp.models.attention import BY_SAMPLE
 from lit_fsdp.models.build import build_trainable
+from lit_fsdp.models.expert_parallel import ExpertGroup
 from lit_fsdp.models.loss import NUM_TARGETS, causal_lm_forward, plan_loss
 from lit_fsdp.models.packing import model_inputs
 from lit_fsdp.models.parts import RowParts, context_method
 from lit_fsdp.models.quantize import give_shapes
 from lit_fsdp.models.resolve import resolve_architecture
 from lit_fsdp.parallel.activation import prepare_blocks
+from lit_fsdp.parallel.expert_units import build_expert_groups, divide_experts
 from lit_fsdp.parallel.fully_sharded import apply_fully_shard, unit_options
 from lit_fsdp.parallel.precision import TORCH_DTYPES, cast_parameters
 from lit_fsdp.parallel.units import plan_for, quantized_layers
@@ -206,6 +209,10 @@ def _simulate(hf_config: Any, run: RunConfig, strategy: StrategyConfig) -> _Watc
     shape = mesh_shape(strategy, run.num_nodes, run.world_size or 1)
     names = ("replicate", "shard") if shape[0] > 1 else ("shard",)
     mesh = init_device_mesh("cpu", shape[-len(names) :], mesh_dim_names=names)
+    expert_mesh = None
+    if (degree := strategy.expert_parallel) > 1:
+        group, expert_mesh = build_expert_groups("cpu", *shape, degree, timedelta(seconds=60))
+        divide_experts(holder, group, shape[1])
     for layer in quantized_layers(holder).values():  # torch 2.11 makes no tensor without values of a subclass
         packed = torch.empty(layer.weight.shape, dtype=layer.weight.dtype, device="meta")
         layer.weight = torch.nn.Parameter(packed, requires_grad=False)
@@ -220,7 +227,7 @@ def _simulate(hf_config: Any, run: RunConfig, strategy: StrategyConfig) -> _Watc
             on_device = dataclasses.replace(strategy, cpu_offload=False)
             whole = [p for p in holder.parameters() if not p.dim()]
             how = unit_options(on_device, mesh), whole, lambda module: None, is_accelerator(device_type(run))
-            root = apply_fully_shard(holder, units, on_device, *how)
+            root = apply_fully_shard(holder, units, on_device, *how, expert_mesh=expert_mesh)
         num_targets = batch["input_ids"].numel() // strategy.context_config.degree
         autocast = row.compute != row.param and not strategy.is_sharded
         batch = tree_map_only(torch.Tensor, torch.empty_like, batch)
@@ -253,6 +260,15 @@ def _locals(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return [getattr(tensor, "_local_tensor", tensor).detach() for tensor in tensors]
 
 
+def _evenly_exchanged(
+    group: ExpertGroup, counts_E: torch.Tensor, num_choices: int
+) -> tuple[torch.Tensor, list[int], list[int]]:
+    """As if the router sent as many tokens to each rank, which without values nobody knows."""
+    sent = [num_choices // group.degree] * group.degree
+    sent[0] += num_choices % group.degree
+    return counts_E.new_empty(group.degree * len(group.own)), sent, [sent[0]] * group.degree
+
+
 def _engine_kinds(watch: _Watch) -> contextlib.ExitStack:
     """Tell what the engine gathers, frees and reduces from what the model computes."""
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -279,6 +295,7 @@ def _engine_kinds(watch: _Watch) -> contextlib.ExitStack:
 
     replaced = contextlib.ExitStack()
     replaced.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", resized))  # how engines free
+    replaced.enter_context(mock.patch.object(ExpertGroup, "exchanged", _evenly_exchanged))
     kinds = {"unshard": "gathered", "wait_for_unshard": "gathered", "post_backward": "reduced"}
     for name, kind in kinds.items():
         of = of_kind(getattr(FSDPParamGroup, name), kind)

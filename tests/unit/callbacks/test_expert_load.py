@@ -12,15 +12,17 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from lit_fsdp.callbacks.expert_load import ExpertLoad
 from lit_fsdp.config.model import LoraConfig
-from lit_fsdp.models.experts import prepare_experts
+from lit_fsdp.models.experts import grouped_experts, prepare_experts
 from lit_fsdp.models.lora import apply_lora
 from tests.unit.models.families import tiny
 
 
-@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
-def test_what_is_logged_is_what_the_router_chose(lora: bool):
+@pytest.mark.parametrize(("family", "lora"), [("mixtral", False), ("mixtral", True), ("gpt_oss", False)])
+def test_what_is_logged_is_what_the_router_chose(family: str, lora: bool):
     torch.manual_seed(0)
-    model: Any = AutoModelForCausalLM.from_config(tiny("mixtral")).train()
+    model: Any = AutoModelForCausalLM.from_config(tiny(family)).train()
+    for experts in () if lora else grouped_experts(model).values():  # as if two ranks divided them
+        experts.expert_group = SimpleNamespace(held=[[0, 2], [1, 3]], degree=2)
     if lora:
         apply_lora(model, LoraConfig(target_modules="all-linear"))
         prepare_experts(model)
@@ -35,7 +37,7 @@ def test_what_is_logged_is_what_the_router_chose(lora: bool):
     holder.model, holder.log_dict = model, logged.append
     load, chosen = ExpertLoad(), []
     load.on_train_start(trainer, holder)
-    gates = [module for name, module in model.named_modules() if name.endswith("mlp.gate")]
+    gates = [module for name, module in model.named_modules() if name.endswith(("mlp.gate", "mlp.router"))]
     for gate in gates:
         gate.register_forward_hook(lambda gate, args, out: chosen.append(out[-1]))
     for step in range(1, 3):
@@ -53,6 +55,8 @@ def test_what_is_logged_is_what_the_router_chose(lora: bool):
     shares = [layer / layer.sum() for layer in layers]
     (found,) = logged
     assert found["expert_largest_share"] == pytest.approx(max(float(share.max()) for share in shares))
+    loads = [max(float(share[[0, 2]].sum()), float(share[[1, 3]].sum())) * 2 for share in shares]
+    assert found.get("expert_rank_load") == (None if lora else pytest.approx(max(loads)))
     assert found["experts_unused"] == sum(int((layer == 0).sum()) for layer in layers)
     entropies = [torch.distributions.Categorical(share).entropy() / torch.tensor(4.0).log() for share in shares]
     assert found["expert_entropy"] == pytest.approx(float(torch.stack(entropies).mean()), rel=1e-5)
