@@ -70,7 +70,7 @@ def divide_experts(model: nn.Module, group: dist.ProcessGroup, shards: int) -> N
     """Let the ranks of ``group`` divide the experts of a checked model, in place."""
     prepare_experts(model)
     for experts in grouped_experts(model).values():
-        experts.expert_group = ExpertGroup(group, _held(experts.num_experts, shards, dist.get_world_size(group)))
+        experts.expert_group = ExpertGroup(group, held_experts(experts.num_experts, shards, dist.get_world_size(group)))
 
 
 def shard_experts(experts: Any, mesh: DeviceMesh, options: dict[str, Any]) -> None:
@@ -100,7 +100,7 @@ def _rows(num_experts: int, shards: int) -> list[range]:
     return [range(min(rank * size, num_experts), min((rank + 1) * size, num_experts)) for rank in range(shards)]
 
 
-def _held(num_experts: int, shards: int, degree: int) -> list[list[int]]:
+def held_experts(num_experts: int, shards: int, degree: int) -> list[list[int]]:
     """The experts of each of ``degree`` neighbors: those in its own rows and in the rows of its like elsewhere."""
     rows = _rows(num_experts, shards)
     return [[expert for rank in rows[place::degree] for expert in rank] for place in range(degree)]
@@ -109,7 +109,7 @@ def _held(num_experts: int, shards: int, degree: int) -> list[list[int]]:
 def _fits(num_experts: int, shards: int, degree: int) -> bool:
     """Whether torch splits the experts of each neighbor into the rows of its like."""
     rows = _rows(num_experts, shards)
-    for place, experts in enumerate(_held(num_experts, shards, degree)):
+    for place, experts in enumerate(held_experts(num_experts, shards, degree)):
         sizes = [len(part) for part in _rows(len(experts), shards // degree)]
         if not experts or sizes != [len(part) for part in rows[place::degree]]:
             return False

@@ -44,6 +44,12 @@ MEASURES = {
         ">= 1.3",
     ),
     "experts-64": (1, 512, "tokens/s of `lit-fsdp fit`, four active of 64 experts ÷ of 8", ">= 0.8"),
+    "experts-divided": (
+        2,
+        512,
+        "tokens/s of `lit-fsdp fit`, 64 experts, two processes that divide them ÷ that gather all",
+        ">= 1.5",
+    ),
     "start": (2, 64, "launch to first step of `lit-fsdp fit` on two processes ÷ minimal Lightning script", "<= 1.05"),
 }
 
@@ -68,7 +74,7 @@ def measure(name: str, folder: Path, options: argparse.Namespace) -> dict[str, A
     folder.mkdir()
     sizes: dict[str, Any] = TINY if is_start else {"num_hidden_layers": options.layers}
     if name.startswith("experts"):
-        sizes = {**MIXTURE, "num_experts": 64 if name == "experts-64" else 16}
+        sizes = {**MIXTURE, "num_experts": 16 if name == "experts" else 64}
     model = save_random_model(folder / "model", **sizes)
     words = (length // 16, length // 4) if packing else (length, length)
     rows = save_rows(folder / "rows.jsonl", random_rows(ROWS * steps * (4 if packing else 1), *words))
@@ -79,6 +85,9 @@ def measure(name: str, folder: Path, options: argparse.Namespace) -> dict[str, A
     if name == "experts-64":
         fewer = save_random_model(folder / "fewer", **{**MIXTURE, "num_experts": 8})
         write_recipe(folder / "peer.yaml", fewer, {}, data, **options_of)
+    elif name == "experts-divided":
+        write_recipe(folder / "recipe.yaml", model, {"expert_parallel": ranks}, data, **options_of)
+        write_recipe(folder / "peer.yaml", model, {}, data, **options_of)
     elif name == "context":  # both two rows at a time
         data |= {"global_batch_size": ranks}
         for side, degree, micro in (("recipe", ranks, ranks), ("peer", 1, 1)):

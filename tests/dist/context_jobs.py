@@ -71,8 +71,8 @@ class OwnModule(LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-def own_run(folder: str, degree: int) -> list[float]:
+def own_run(folder: str, degree: int, **more: Any) -> list[float]:
     """Three steps of :class:`OwnModule`, all ranks one group."""
-    strategy = {"engine": "fsdp2", "precision": "fp32", "context_parallel": degree}
+    strategy = {"engine": "fsdp2", "precision": "fp32", "context_parallel": degree, **more}
     _, found = fit(OwnModule(folder), strategy, [], TinyData(), None, 3)
     return found["losses"]

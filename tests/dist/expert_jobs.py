@@ -10,7 +10,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lit_fsdp import Checkpoint, EMAWeights
+from lit_fsdp import CausalLMDataModule, Checkpoint, EMAWeights
 from lit_fsdp.models.experts import grouped_experts
 from tests.dist.jobs import Losses, fit, keep_whole, module_for
 
@@ -40,12 +40,18 @@ class Steps(Losses):
         super().__init__()
         self.norms: list[float] = []
         self.sent, self.route, self.routed = _Sent(), route, 0
+        self.gathered: set[int] = set()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         for name, module in pl_module.named_modules():
             if self.route is not None and name.endswith("mlp.gate"):
                 module.register_forward_hook(self._routed)
+        for experts in grouped_experts(pl_module).values():
+            experts.register_forward_pre_hook(self._gathered)
+
+    def _gathered(self, experts: Any, args: Any) -> None:
+        self.gathered.add(experts.down_proj.shape[0])
 
     def _routed(self, router: Any, args: Any, output: Any) -> Any:
         """All tokens to the first two experts, but one of the first rank; or on the first rank alone to these."""
@@ -76,6 +82,7 @@ def divided(
     steps: int = 10,
     route: str | None = None,
     optim: dict[str, Any] | None = None,
+    data: dict[str, Any] | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """A run in fp32; with ``run`` it is saved there in the middle, with its whole weights at the end as ``live.pt``."""
@@ -83,7 +90,8 @@ def divided(
     saving = [] if run is None else [ema, Checkpoint(every_steps=steps // 2, keep_last=-1)]
     module = module_for(folder, model, **{"eps": 1e-4, **(optim or {})})
     given = {"precision": "fp32", **(strategy or {})}
-    trainer, found = fit(module, given, [found_steps, *saving], steps=steps, default_root_dir=run, **options)
+    rows = None if data is None else CausalLMDataModule(**data)
+    trainer, found = fit(module, given, [found_steps, *saving], rows, steps=steps, default_root_dir=run, **options)
     if run is not None:
         keep_whole(trainer, f"{run}/live.pt", trainer.strategy.lightning_module_state_dict())
         keep_whole(trainer, f"{run}/averages.pt", ema.state_dict()["weights"])
@@ -94,6 +102,7 @@ def divided(
         "norms": found_steps.norms,
         "routed": found_steps.routed,
         "sent": found_steps.sent.num_bytes,
+        "gathered": sorted(found_steps.gathered),
         "own": None if group is None else group.own,
         "meshes": sorted({str(param.device_mesh) for param in module.parameters() if hasattr(param, "device_mesh")}),
     }

@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig
 
-from tests.dist.forks import on_ranks, on_ranks_each
-from tests.dist.test_experts import ALL, _saved
+from tests.dist.forks import RankError, on_ranks, on_ranks_each
+from tests.dist.reference import save_tiny
+from tests.dist.test_experts import ALL, saved_mixture
 
-FAMILIES = ("qwen3_moe", "gpt_oss", "deepseek_v3", "granitemoe")
+_LONG = pytest.mark.long("two of four families are tried in `make test`")
+FAMILIES = ("qwen3_moe", "gpt_oss", *(pytest.param(name, marks=_LONG) for name in ("deepseek_v3", "granitemoe")))
 
 
 def _weights(run: Path) -> torch.Tensor:
@@ -19,11 +22,18 @@ def _weights(run: Path) -> torch.Tensor:
 
 
 def _compare(
-    folder: str, place: Path, ranks: int, cases: dict[str, dict[str, Any]], **job: Any
+    folder: str,
+    place: Path,
+    ranks: int,
+    cases: dict[str, dict[str, Any]],
+    model: dict[str, Any] | None = None,
+    **job: Any,
 ) -> list[dict[str, Any]]:
     """Run all cases, the first of which is without it, and compare losses, norms and weights."""
     given = [{"run": str(place / f"{ranks}-{name}"), **case} for name, case in cases.items()]
-    wanted, *found = (of_ranks[0] for of_ranks in on_ranks_each("divided", ranks, given, folder=folder, **job))
+    wanted, *found = (
+        of_ranks[0] for of_ranks in on_ranks_each("divided", ranks, given, folder=folder, model=model, **job)
+    )
     first, *others = cases
     before = _weights(place / f"{ranks}-{first}")
     for name, one in zip(others, found, strict=True):
@@ -34,6 +44,7 @@ def _compare(
         assert one["losses"][-1] < one["losses"][0]
         assert one["own"] is not None
         assert len(one["meshes"]) == 1  # of experts, too
+        assert model is not None or one["gathered"] == [len(one["own"])]
     return [wanted, *found]
 
 
@@ -44,14 +55,14 @@ def _over(degree: int, **strategy: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_ten_steps_are_as_without_it(family: str, tmp_path: Path) -> None:
     """Tolerance: 1e-6 relative in fp32; only the order of summation differs."""
-    folder = _saved(family, tmp_path)
+    folder = saved_mixture(family, tmp_path)
     for ranks, degrees in ((2, (2,)), (4, (2, 4))):
         cases = {"without": {}, **{f"over-{degree}": _over(degree) for degree in degrees}}
         _compare(folder, tmp_path, ranks, cases, gradient_clip_val=0.5)
 
 
 def test_layouts_are_as_without_it(tmp_path: Path) -> None:
-    folder = _saved("qwen3_moe", tmp_path)
+    folder = saved_mixture("qwen3_moe", tmp_path)
     hybrid: dict[str, Any] = {"sharding": "hybrid_shard", "replicate_degree": 2}
     cases = {
         "without": {},
@@ -73,18 +84,41 @@ def test_layouts_are_as_without_it(tmp_path: Path) -> None:
         _compare(folder, tmp_path / "lora", ranks, cases, steps=6, model={"lora": ALL})
 
 
+def test_experts_that_the_ranks_do_not_divide_evenly(tmp_path: Path) -> None:
+    folder = saved_mixture("qwen3_moe", tmp_path, num_experts=7)
+    found = _compare(folder, tmp_path, 4, {"without": {}, "over-2": _over(2), "over-4": _over(4)}, steps=4)
+    assert [one["own"] for one in found] == [None, [0, 1, 4, 5], [0, 1]]
+
+
 @pytest.mark.parametrize("route", ["none", "tail"])
 def test_ranks_without_tokens_and_with_a_tail_of_one(route: str, tmp_path: Path) -> None:
     """Two experts get all tokens; others, on another rank, get none, or one token of one rank."""
-    folder = _saved("qwen3_moe", tmp_path)
+    folder = saved_mixture("qwen3_moe", tmp_path)
     for ranks in (2, 4):
         found = _compare(folder, tmp_path, ranks, {"without": {}, "over-2": _over(2)}, steps=4, route=route)
         assert all(one["routed"] == 2 * 4 for one in found)  # layers and steps
 
 
+def test_few_bytes_travel(tmp_path: Path) -> None:
+    """64 experts, four active, 2,048 tokens per rank: at most 0.3 of the bytes that the same run sends without it."""
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 256, "num_experts": 64, "num_experts_per_tok": 4}
+    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512}
+    save_tiny(tmp_path / "model", AutoConfig.for_model("qwen3_moe", **sizes, head_dim=16))
+    data = {"train": "generated:200", "packing": True, "max_seq_length": 2048, "cache_dir": str(tmp_path / "cache")}
+    data |= {"global_batch_size": 2, "micro_batch_size": 1}
+    cases = {"without": {}, "with": _over(2)}
+    without, divided = _compare(str(tmp_path / "model"), tmp_path, 2, cases, steps=2, data=data)
+    assert (without["gathered"], divided["gathered"]) == ([64], [32])
+    weights = 2 * 64 * 3 * 64 * 256  # of both layers: gathered twice and reduced once, half of which travels
+    assert without["sent"] >= 4 * weights * 3 / 2
+    choices, layers, passes = 2048 * 4, 2, 4
+    assert divided["sent"] <= 0.3 * without["sent"]
+    assert divided["sent"] >= 4 * 0.4 * choices * 64 * layers * passes  # half of the choices, there and back, twice
+
+
 def test_a_run_goes_on_with_another_degree_and_with_none(tmp_path: Path) -> None:
     """The same checkpoint files; bit-equal with the same degree, within rounding with others."""
-    folder = _saved("gpt_oss", tmp_path)
+    folder = saved_mixture("gpt_oss", tmp_path)
     job: dict[str, Any] = {"folder": folder, "steps": 6}
     whole = on_ranks("divided", 4, run=str(tmp_path / "whole"), **_over(2), **job)[0]
     cut = str(tmp_path / "whole/checkpoints/step-00000003")
@@ -99,3 +133,28 @@ def test_a_run_goes_on_with_another_degree_and_with_none(tmp_path: Path) -> None
         assert (_weights(run) - wanted).norm() <= 1e-5 * wanted.norm()
         for name, tensor in torch.load(run / "averages.pt").items():
             assert (tensor - averages[name]).norm() <= 1e-5 * averages[name].norm(), name
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+def test_pairs_and_ranks_that_share_rows(lora: bool, tmp_path: Path) -> None:
+    folder, model = saved_mixture("qwen3_moe", tmp_path), {"lora": ALL} if lora else {}
+    found = []
+    for degree in (1, 2):
+        strategy = {"engine": "fsdp2", "context_parallel": 2, "expert_parallel": degree}
+        job = {"folder": folder, "strategy": strategy, "steps": 4, "micro": 2, "model": model}
+        (tmp_path / str(degree)).mkdir()
+        found.append(on_ranks("train_pairs", 4, run=str(tmp_path / str(degree) / "run"), **job)[0])
+    assert found[0]["tokens"] == found[1]["tokens"]
+    for step, wanted in zip(found[1]["steps"], found[0]["steps"], strict=True):
+        assert step == pytest.approx(wanted, rel=1e-5, abs=1e-6)
+
+
+def test_somebodys_own_module(tmp_path: Path) -> None:
+    folder = saved_mixture("qwen3_moe", tmp_path)
+    wanted, *found = (
+        on_ranks("own_run", 2, folder=folder, degree=degree, expert_parallel=experts)[0]
+        for degree, experts in ((1, 1), (1, 2), (2, 2))
+    )
+    assert found == [pytest.approx(wanted, rel=1e-6)] * 2
+    with pytest.raises(RankError, match="fsdp_strategy.expert_parallel: got 2 for llama, which has no such experts"):
+        on_ranks("own_run", 2, folder=saved_mixture("llama", tmp_path), degree=1, expert_parallel=2)

@@ -31,13 +31,15 @@ _ALL = tuple(family for family in (*_FEW, *_MORE.split()) if family in FAMILIES)
 _NOISE = re.compile("drop|jitter")
 
 
-def _saved(family: str, place: Path) -> str:
+def saved_mixture(family: str, place: Path, **changes: Any) -> str:
+    """A miniature of a family without noise."""
     sizes = (
         {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1} if family == "dots1" else {}
     )  # none by default
     config = shrink(AutoConfig.for_model(family, **sizes), miniature_tokenizer())
     values = config.to_dict().items()
     config.update(dict.fromkeys((n for n, v in values if isinstance(v, float) and _NOISE.search(n)), 0.0))
+    config.update(changes)
     save_tiny(place / family, config)
     return str(place / family)
 
@@ -54,7 +56,7 @@ def test_losses_are_those_of_plain_peft(families: tuple[str, ...], tmp_path: Pat
     ]
     wrong = {}
     for family in families:
-        folder, lora = _saved(family, tmp_path), {**ALL, "use_rslora": family == "qwen3_moe"}
+        folder, lora = saved_mixture(family, tmp_path), {**ALL, "use_rslora": family == "qwen3_moe"}
         attention = AutoModelForCausalLM.from_pretrained(folder).config._attn_implementation
         wanted = peft_losses(folder, lora, attn_implementation=attention)
         for ranks, strategy in cases:
@@ -76,7 +78,7 @@ def test_losses_are_those_of_plain_peft(families: tuple[str, ...], tmp_path: Pat
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # peft 0.21 on transformers 5.23
 def test_runs_go_on_and_are_exported_under_the_names_of_the_hub(tmp_path: Path) -> None:
     """Adapters for plain peft, merged and full models with a file's tensor for each expert, as the base has them."""
-    folder = _saved("qwen3_moe", tmp_path)
+    folder = saved_mixture("qwen3_moe", tmp_path)
     on_disk = set(load_file(Path(folder) / "model.safetensors"))
     assert "model.layers.1.mlp.experts.3.gate_proj.weight" in on_disk
     job: dict[str, Any] = {"folder": folder, "model": {"lora": ALL}}
@@ -128,7 +130,7 @@ def test_runs_go_on_and_are_exported_under_the_names_of_the_hub(tmp_path: Path) 
 @pytest.mark.parametrize("family", ["qwen3_moe", "llama4_text"])
 def test_experts_in_four_bits_are_those_that_bitsandbytes_rounds(family: str, tmp_path: Path) -> None:
     """Losses of plain peft on weights that were quantized and turned back; the bytes; and what is exported."""
-    folder = _saved(family, tmp_path)
+    folder = saved_mixture(family, tmp_path)
     rounded = AutoModelForCausalLM.from_pretrained(folder)
     packed = fused_experts(rounded) | {
         f"{name}.weight": layer.weight
