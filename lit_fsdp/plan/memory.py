@@ -292,7 +292,8 @@ def expert_bytes(run: RunConfig) -> dict[str, float] | None:
 
     ``degree`` is the recipe's or the largest inside a node; None where experts cannot be divided.
     """
-    degree = max(run.strategy.expert_parallel, expert_degree(run))
+    given = run.strategy.expert_parallel
+    degree = given if given > 1 else expert_degree(run)
     if degree == 1:
         return None
     rows = run.data.global_batch_size or DEFAULT_BATCH

@@ -58,7 +58,7 @@ def test_ten_steps_are_as_without_it(family: str, tmp_path: Path) -> None:
     folder = saved_mixture(family, tmp_path)
     for ranks, degrees in ((2, (2,)), (4, (2, 4))):
         cases = {"without": {}, **{f"over-{degree}": _over(degree) for degree in degrees}}
-        _compare(folder, tmp_path, ranks, cases, gradient_clip_val=0.5)
+        assert _compare(folder, tmp_path, ranks, cases, gradient_clip_val=0.5)
 
 
 def test_layouts_are_as_without_it(tmp_path: Path) -> None:
@@ -72,16 +72,16 @@ def test_layouts_are_as_without_it(tmp_path: Path) -> None:
         "recomputed": _over(4, activation_checkpointing="full"),
         "selective": _over(2, activation_checkpointing="selective"),
     }
-    _compare(folder, tmp_path, 4, cases, steps=6)
+    assert _compare(folder, tmp_path, 4, cases, steps=6)
     cases = {
         "whole": {},
         "held": _over(2, sync_each_micro_batch=False),
         "held-hybrid": _over(2, **hybrid, sync_each_micro_batch=False),
     }
-    _compare(folder, tmp_path, 4, cases, steps=6, accumulate_grad_batches=2)
+    assert _compare(folder, tmp_path, 4, cases, steps=6, accumulate_grad_batches=2)
     for ranks in (2, 4):
         cases = {"without": {}, "with": _over(2), "recomputed": _over(ranks, activation_checkpointing="full")}
-        _compare(folder, tmp_path / "lora", ranks, cases, steps=6, model={"lora": ALL})
+        assert _compare(folder, tmp_path / "lora", ranks, cases, steps=6, model={"lora": ALL})
 
 
 def test_experts_that_the_ranks_do_not_divide_evenly(tmp_path: Path) -> None:
@@ -156,5 +156,5 @@ def test_somebodys_own_module(tmp_path: Path) -> None:
         for degree, experts in ((1, 1), (1, 2), (2, 2))
     )
     assert found == [pytest.approx(wanted, rel=1e-6)] * 2
-    with pytest.raises(RankError, match="fsdp_strategy.expert_parallel: got 2 for llama, which has no such experts"):
+    with pytest.raises(RankError, match=r"fsdp_strategy\.expert_parallel: got 2 for llama, which has no such experts"):
         on_ranks("own_run", 2, folder=saved_mixture("llama", tmp_path), degree=1, expert_parallel=2)

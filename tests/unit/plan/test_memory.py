@@ -14,7 +14,7 @@ from lit_fsdp.commands.planning import run_plan
 from lit_fsdp.config.parser import leaves, load_recipe
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.metrics.hardware import gpus
-from lit_fsdp.plan.memory import host_memory, rank_memory, sent_bytes, step_time, zero_table
+from lit_fsdp.plan.memory import expert_bytes, host_memory, rank_memory, sent_bytes, step_time, zero_table
 from lit_fsdp.plan.search import choices, savings
 
 ROOT = Path(__file__).parents[3]
@@ -140,6 +140,34 @@ def test_adapters_are_choices_where_there_are_none():
     assert not any("LoRA" in text for text in (c.words for c in choices(loaded(), ("none",))) if "offload" in text)
     adapted = loaded(recipe="llama3.1-8b_lora_fsdp2_8x80gb.yaml")
     assert all(choice.run.model.lora == adapted.model.lora for choice in choices(adapted, ("none",)))
+
+
+def test_ranks_that_divide_experts_gather_a_part_of_them_and_send_tokens():
+    recipe, key = "qwen3-30b-a3b_lora_fsdp2_4x80gb.yaml", "--trainer.strategy.init_args.expert_parallel"
+    runs = [loaded(f"{key}={degree}", recipe=recipe) for degree in (1, 2, 4)]
+    layers, of_layer = 48, 128 * 3 * 2048 * 768 * 2  # bf16 weights of a layer's experts
+    gathered = [rank_memory(run).step.gathered for run in runs]
+    assert gathered[0] - gathered[1] >= of_layer / 2
+    assert gathered[1] - gathered[2] >= of_layer / 4
+    found, run = expert_bytes(runs[0]), runs[0]
+    assert found is not None
+    batches = run.data.global_batch_size // (run.data.micro_batch_size * run.data_ranks)
+    assert found["degree"] == 4
+    assert found["weights"] == batches * 2 * layers * of_layer * 3 / 4  # frozen: gathered twice, never reduced
+    tokens, passes = run.data.global_batch_size / 4 * run.data.max_seq_length, 3  # blocks are recomputed
+    assert found["tokens"] == passes * 2 * layers * tokens * 8 * 2048 * 2 * 3 / 4
+    assert expert_bytes(runs[2]) == found
+    over_two = expert_bytes(runs[1])  # half of the tokens, and half of the experts from one other rank
+    assert over_two == {**found, "degree": 2, "tokens": found["tokens"] * 2 / 3 + found["weights"] / 3}
+    assert expert_bytes(loaded()) is None
+    divided, whole = (step_time(one, next(gpu for gpu in gpus() if gpu.name == "h100-80gb")) for one in runs[::-2])
+    assert divided is not None
+    assert whole is not None
+    assert divided["communication"] < 0.1 * whole["communication"]
+    assert divided["exchanges"] > 0
+    assert any(
+        choice.changes == {"trainer.strategy.init_args.expert_parallel": 4} for choice in choices(run, ("full",))
+    )
 
 
 def test_the_table_of_zero():
