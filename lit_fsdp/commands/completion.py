@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lit_fsdp.commands.parsing import PARSERS
-from lit_fsdp.commands.recipes import shipped_files
+from lit_fsdp.config.locations import shipped_files
 from lit_fsdp.config.parser import OWN_CLASSES, PATHS, SECTIONS, lightning_keys
 from lit_fsdp.config.run import STRATEGY, RunConfig
 from lit_fsdp.errors import require
@@ -56,7 +56,7 @@ def completion_script(shell: str, verbs: Mapping[str, str], run: Callable[[list[
             if action.type is Path:
                 action.complete = shtab.FILE  # type: ignore[attr-defined]
             elif verb.startswith("recipes") and action.dest == "name":
-                action.choices = list(shipped_files())
+                action.choices = [*shipped_files("recipes", ".yaml"), *shipped_files("configs")]
         return [own, keys] if "--config" in own.format_usage() else [own]
 
     top = argparse.ArgumentParser("lit-fsdp")

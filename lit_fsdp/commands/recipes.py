@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal
 
 from lit_fsdp.commands.parsing import columns, parse, run_one_of, verb_parser
-from lit_fsdp.config.locations import shipped_root
+from lit_fsdp.config.locations import shipped_file, shipped_files
 from lit_fsdp.config.parser import read_yaml
-from lit_fsdp.errors import ConfigError, require
+from lit_fsdp.errors import require
 
 _TITLE = re.compile(r"# .+ \((?P<parameters>.+) parameters\), [\w-]+ fine-tune, (?P<hardware>.+)\.")
 
@@ -29,11 +27,11 @@ def run_recipes(argv: Sequence[str]) -> int:
 
 def _ls(argv: Sequence[str]) -> int:
     parse(verb_parser("recipes ls", "What ships: whole runs, then fragments.", "lit-fsdp recipes ls"), argv)
-    files = _shipped("recipes", ".yaml")
+    files = shipped_files("recipes", ".yaml")
     rows = sorted((recipe_row(name, file) for name, file in files.items()), key=by_model)
     cells = [("recipe", "parameters", "hardware"), *(tuple(str(cell or "-") for cell in row.values()) for row in rows)]
     print(columns(cells, right=("parameters",)))
-    print("\nfragments:", *_shipped("configs", ".yaml", ".json"), sep="\n")
+    print("\nfragments:", *shipped_files("configs"), sep="\n")
     return 0
 
 
@@ -77,27 +75,13 @@ def by_model(row: Mapping[str, str | None]) -> tuple[str, float, str]:
 
 
 def find_shipped(name: str) -> Path:
-    """Find the file of a recipe or fragment; ``.yaml`` and a leading ``recipes/`` or ``configs/`` are optional.
+    """Find the file of a recipe or fragment.
 
     Raises:
         ConfigError: There is none; near names are given.
     """
-    known = shipped_files()
-    plain = re.sub(r"^(recipes|configs)/|\.(yaml|json)$", "", name)
-    if plain not in known:
-        near = difflib.get_close_matches(plain, known, n=3)
-        allowed = ", ".join(near) or "a name that lit-fsdp recipes ls prints"
-        raise ConfigError("lit-fsdp recipes", name, allowed, f"write {near[0]}" if near else "lit-fsdp recipes ls")
-    return known[plain]
-
-
-def shipped_files() -> dict[str, Path]:
-    """Every recipe and fragment by its name."""
-    return {**_shipped("configs", ".yaml", ".json"), **_shipped("recipes", ".yaml")}
-
-
-def _shipped(kind: Literal["configs", "recipes"], *suffixes: str) -> dict[str, Path]:
-    """Files of ``recipes`` or ``configs`` by their names."""
-    root = shipped_root(kind)
-    files = sorted(file for file in root.rglob("*") if file.suffix in suffixes)
-    return {str(file.relative_to(root).with_suffix("")): file for file in files}
+    found, near = shipped_file(name)
+    fix = f"write {near[0]}" if near else "lit-fsdp recipes ls"
+    require(found, "lit-fsdp recipes", name, ", ".join(near) or "a name that lit-fsdp recipes ls prints", fix)
+    assert found is not None
+    return found

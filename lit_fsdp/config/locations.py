@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 from pathlib import Path
@@ -40,14 +41,19 @@ def shipped_root(kind: Literal["configs", "recipes"]) -> Path:
     return (package.parent if (package.parent / "pyproject.toml").is_file() else package) / kind
 
 
-def shipped_name(path: Path) -> str | None:
-    """The name under which ``lit-fsdp recipes`` knows a file called like ``path``, or None.
+def shipped_files(kind: Literal["configs", "recipes"], *suffixes: str) -> dict[str, Path]:
+    """All recipes or configs by the names under which ``lit-fsdp recipes`` knows them."""
+    root = shipped_root(kind)
+    files = sorted(file for file in root.rglob("*") if file.suffix in (suffixes or (".yaml", ".json")))
+    return {str(file.relative_to(root).with_suffix("")): file for file in files}
 
-    ``configs/debug/smoke.yaml`` and ``my/configs/debug/smoke.yaml`` are ``debug/smoke``.
+
+def shipped_file(name: str, *suffixes: str) -> tuple[Path | None, list[str]]:
+    """The recipe or config of a name, and names near to it: those that begin so, recipes first, or that look alike.
+
+    ``.yaml`` and everything up to ``recipes/`` or ``configs/`` are optional.
     """
-    for kind in ("recipes", "configs"):
-        if kind in path.parts:
-            rest = Path(*path.parts[len(path.parts) - path.parts[::-1].index(kind) :])
-            if (shipped_root(kind) / rest).is_file():
-                return str(rest.with_suffix("") if rest.suffix == ".yaml" else rest)
-    return None
+    recipes, configs = shipped_files("recipes", ".yaml"), shipped_files("configs", *suffixes)
+    known, plain = {**configs, **recipes}, re.sub(r"^(.*/)?(recipes|configs)/|\.(yaml|json)$", "", name)
+    near = [one for one in (*recipes, *configs) if one.startswith(plain)] if plain else []
+    return known.get(plain), near or difflib.get_close_matches(plain, known, n=3)

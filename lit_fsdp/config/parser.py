@@ -28,7 +28,7 @@ import yaml
 from jsonargparse import ArgumentParser, Namespace
 
 from lit_fsdp.config.data import DataConfig
-from lit_fsdp.config.locations import expanded, shipped_name
+from lit_fsdp.config.locations import expanded, shipped_file
 from lit_fsdp.config.miniature import adapt_to_miniature
 from lit_fsdp.config.model import LoraConfig, ModelConfig, PreferenceModelConfig
 from lit_fsdp.config.run import (
@@ -141,9 +141,10 @@ def read_yaml(path: Path) -> dict[str, Any]:
         folder = path.parent if path.parent.is_dir() else Path()
         near = difflib.get_close_matches(path.name, [p.name for p in folder.glob("*.y*ml")], n=3, cutoff=0.3)
         there = ", ".join(str(folder / name) for name in near) or f"no such YAML file in {folder.resolve().name}/"
-        ships = shipped_name(path)
-        fix = f"lit-fsdp recipes cp {ships} {path}" if ships else "check the path"
-        raise ConfigError("--config", path, f"an existing YAML file: {there}", fix)
+        _, ships = shipped_file(str(path), ".yaml")
+        allowed = f"an existing YAML file: {there}; or a name that lit-fsdp recipes ls prints"
+        fix = f"write --config {ships[0]}" if ships else "check the path"
+        raise ConfigError("--config", path, f"{allowed}: {', '.join(ships)}" if ships else allowed, fix)
     text = path.read_text(encoding="utf-8", errors="replace")
     try:
         content = load_yaml(text)
@@ -270,6 +271,7 @@ def read_command_line(argv: Sequence[str]) -> CommandLine:
                 line.allow_imports.append(value)
                 continue
             path = Path(expanded(value, name))
+            path = path if path.is_file() else shipped_file(str(path), ".yaml")[0] or path
             line.files.append(path)
             line.contents.append(read_yaml(path))
         elif word in ("--verbose", "--debug", "--print_config"):

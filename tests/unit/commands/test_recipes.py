@@ -13,7 +13,7 @@ import pytest
 
 from lit_fsdp.commands import run
 from lit_fsdp.commands.recipes import find_shipped
-from lit_fsdp.config.parser import read_yaml
+from lit_fsdp.config.parser import read_command_line
 from lit_fsdp.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]
@@ -58,9 +58,28 @@ def test_cp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     with pytest.raises(ConfigError, match="which exists"):
         run(["recipes", "cp", "debug/smoke"])
     assert Path("smoke.yaml").read_text() == "mine"
+
+
+def test_a_run_takes_recipes_and_fragments_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """From any folder, under each way to write the name; a file of that path comes first."""
+    monkeypatch.chdir(tmp_path)
+    recipe = "qwen3-0.6b_full_fsdp2_1x24gb"
+    for name in (recipe, f"{recipe}.yaml", f"recipes/{recipe}.yaml", f"somewhere/recipes/{recipe}.yaml"):
+        line = read_command_line(["--config", name, "--config=debug/smoke"])
+        assert line.files == [ROOT / "recipes" / f"{recipe}.yaml", SMOKE]
+    Path(recipe).write_text("seed_everything: 7\n")
+    assert read_command_line(["--config", recipe]).contents == [{"seed_everything": 7}]
+    for prefix in ("llama3.1-70b_lora", "llama3.1-70b_lora_fsdp2_4", "qwen3-4b", "debug/smok"):
+        with pytest.raises(ConfigError) as caught:
+            read_command_line(["--config", prefix])
+        names = str(caught.value.allowed).rpartition(": ")[2].split(", ")
+        assert all(name.startswith(prefix) for name in names)
+        assert caught.value.fix == f"write --config {names[0]}"
     with pytest.raises(ConfigError) as caught:
-        read_yaml(Path("configs/debug/smoke.yaml"))
-    assert caught.value.fix == "lit-fsdp recipes cp debug/smoke configs/debug/smoke.yaml"
+        find_shipped("Qwen3-4")
+    assert caught.value.allowed.startswith("model/Qwen3-4B")
+    with pytest.raises(ConfigError, match="got model.Qwen3-4B"):
+        read_command_line(["--config", "model/Qwen3-4B"])
 
 
 def test_from_a_wheel(tmp_path: Path):
