@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,6 +29,7 @@ from lit_fsdp.callbacks.progress import RunProgress
 from lit_fsdp.callbacks.records import PENDING_RECIPE, PredictionWriter, RunRecord, record_data
 from lit_fsdp.callbacks.samples import Samples
 from lit_fsdp.callbacks.stop import StopOnSignal, StopRequested
+from lit_fsdp.callbacks.summary import summary_of
 from lit_fsdp.callbacks.throughput import Throughput
 from lit_fsdp.checkpoint.files import naming
 from lit_fsdp.checkpoint.run_folder import Resume, find_resume
@@ -307,9 +309,14 @@ class RecipeCLI(LightningCLI):
         try:
             self._check_run()
             self._prepare()
+            started, manifest = time.monotonic(), self.resume.manifest
             super()._run_subcommand(subcommand)
+            seconds = time.monotonic() - started
             if dist.is_initialized():  # its threads, met by an interpreter that shuts down, may abort the process
                 dist.destroy_process_group()
+            if self.trainer.is_global_zero:
+                step = (manifest.global_step if manifest else 0) or 0
+                print(summary_of(self.trainer, subcommand, seconds, step), file=sys.stderr)
             is_real = subcommand == "fit" and not self._declared.foreign and not self._declared.model.miniature
             if is_real and self.trainer.is_global_zero:
                 print(compared_memory(self._declared, folder), file=sys.stderr)

@@ -56,6 +56,8 @@ class Checkpoint(ModelCheckpoint):
         self._begun = ""
         self._checkpoint_bytes = 0
         self._locks = contextlib.ExitStack()
+        self.exported: Path | None = None
+        """The folder that the end of training has exported, if ``export`` is set."""
         self.resumes: bool | None = None
         """Whether this rank has found a checkpoint to go on from, if anybody asked for the last one."""
 
@@ -67,6 +69,12 @@ class Checkpoint(ModelCheckpoint):
         given, allowed = f"{type(strategy).__name__} with lit_fsdp.Checkpoint", "a strategy of lit_fsdp.fsdp_strategy()"
         fix = "give the Trainer strategy=lit_fsdp.fsdp_strategy(engine=...), or Lightning's ModelCheckpoint"
         require(isinstance(strategy, EngineStrategy) or stage != "fit", "trainer.strategy", given, allowed, fix)
+        if stage == "fit" and self.config.export is not None:
+            word, is_ours = self.config.export, hasattr(pl_module, "read_tensor")
+            given, allowed = f"{word} with {type(pl_module).__name__}", "null, or a model of lit_fsdp.CausalLMModule"
+            require(is_ours, "checkpoint.export", given, allowed)
+            can_rank = word == "last" or trainer.enable_validation
+            require(can_rank, "checkpoint.export", "best without validation", "last", "name data.val or data.val_split")
         if stage == "fit" and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             Ranks().first("locking the run folder", lambda: self._take(root))
             if len(set(Ranks().run("looking for the last checkpoint", lambda: self.resumes))) > 1:
@@ -122,6 +130,17 @@ class Checkpoint(ModelCheckpoint):
         found = Ranks().first("looking for the best", lambda: run_folder.checkpoints(trainer.default_root_dir))
         top = run_folder.ranked(found, self.config.monitor, self.config.mode)
         self.best_model_path = str(top[0].path) if top else ""
+        if self.config.export is not None:
+            Ranks().first("exporting", lambda: self._export(Path(trainer.default_root_dir)))
+
+    def _export(self, root: Path) -> None:
+        """Write the checkpoint that ``export`` names as a Hugging Face folder, unless it is there; on rank 0."""
+        from lit_fsdp.checkpoint.export import export
+
+        (ckpt, *_) = run_folder.choose(self.config.export or "", root, self.config.monitor, self.config.mode)
+        self.exported = root / "export" / ckpt.name
+        if not self.exported.exists():
+            export(ckpt, self.exported)
 
     def save(self, trainer: Trainer, on_signal: bool = False) -> None:
         """Save the current step on all ranks, once; in the background it may be written for a while yet.

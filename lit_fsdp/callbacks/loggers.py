@@ -44,10 +44,10 @@ _ARGUMENTS = {
 class RunCSVLogger(Logger, Callback):
     """One row per logged step, appended; only a new column rewrites the file. A callback too, to know where the run is.
 
-    ``fit`` writes ``metrics.csv``: row k is of optimizer step k, counted from 0, and a validation stands in the row of
-    the last step that was taken before it (-1: none). A run that goes on from a checkpoint keeps the rows before its
-    step and replaces the rest. ``validate`` and ``test`` add one row per call to a file of their own, at the step of
-    the checkpoint.
+    ``fit`` writes ``metrics.csv``: ``step`` is the number of optimizer steps taken, as in the names of checkpoints; the
+    first and the last step have a row whatever ``log_every_n_steps`` is. A run that goes on from a checkpoint keeps the
+    rows up to its step and replaces the rest. ``validate`` and ``test`` add one row per call to a file of their own, at
+    the step of the checkpoint.
     """
 
     name = version = ""  # the run folder is the name, and a run is resumed in place
@@ -58,6 +58,7 @@ class RunCSVLogger(Logger, Callback):
         self.path = Path(run_folder) / ("metrics.csv" if self._is_training else f"{verb}-metrics.csv")
         self._trainer: Any = None
         self._loaded_step: int | None = None
+        self._seen_step = 0
         self._columns: list[str] = []
         self._last: dict[str, Any] = {}
         self._last_begins = 0
@@ -74,7 +75,7 @@ class RunCSVLogger(Logger, Callback):
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Append one row, or write the last one again if it is of the same step."""
         if self._is_training:  # Lightning counts a validation inside an accumulation to the step to come
-            step = min(step or 0, self._trainer.global_step - 1)
+            step = min((step or 0) + 1, self._trainer.global_step)
         else:
             step, metrics = self._loaded_step or 0, {n: value for n, value in metrics.items() if n != "epoch"}
         if not self._columns:
@@ -106,9 +107,20 @@ class RunCSVLogger(Logger, Callback):
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Write the row of this step now: Lightning logs after the callbacks, and a kill in between would lose it."""
+        if trainer._logger_connector.should_update_logs:
+            self._log_now(trainer)
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *batch: Any) -> None:
+        """Write the row of the first and the last step, which Lightning may pass over."""
+        step, is_logged = trainer.global_step, trainer._logger_connector.should_update_logs
+        if not is_logged and step != self._seen_step and step in (1, trainer.estimated_stepping_batches):
+            self._log_now(trainer)
+        self._seen_step = step
+
+    def _log_now(self, trainer: Trainer) -> None:
         connector = trainer._logger_connector
         is_step = trainer.training and connector._first_loop_iter is not None
-        if is_step and connector.should_update_logs and not trainer.fit_loop._should_accumulate():
+        if is_step and not trainer.fit_loop._should_accumulate():
             metrics = {**convert_tensors_to_scalars(connector.metrics["log"]), "epoch": trainer.current_epoch}
             self.log_metrics(metrics, trainer.fit_loop.epoch_loop._batches_that_stepped)
 
@@ -120,8 +132,8 @@ class RunCSVLogger(Logger, Callback):
         if any(run is not None for _, run in runs):
             write_json(Path(trainer.default_root_dir) / _NAME, runs)
 
-    def _rewrite(self, end: int, before: int | None = None) -> None:
-        """Write the rows up to a byte, of steps ``before``, under all columns; a kill may have cut one."""
+    def _rewrite(self, end: int, last: int | None = None) -> None:
+        """Write the rows up to a byte, and up to step ``last``, under all columns; a kill may have cut one."""
         self.path.touch()
         temporary = self.path.with_name(f".{self.path.name}.tmp")
         with self.path.open("rb") as old, temporary.open("w", newline="") as file:  # row by row: there may be a million
@@ -130,7 +142,7 @@ class RunCSVLogger(Logger, Callback):
             self._columns = list(dict.fromkeys([*(reader.fieldnames or ()), *self._columns]))
             writer = csv.DictWriter(file, self._columns, extrasaction="ignore")
             writer.writeheader()
-            writer.writerows(row for row in rows if before is None or int(row["step"]) < before)
+            writer.writerows(row for row in rows if last is None or int(row["step"]) <= last)
         self._last_begins = temporary.stat().st_size
         os.replace(temporary, self.path)
 

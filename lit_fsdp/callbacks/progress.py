@@ -25,8 +25,8 @@ _SILENCE_SECONDS = 15.0
 class RunProgress(ProgressBar):
     """Loss, rate, MFU where it is known, peak memory and time left; plain lines where there is no terminal.
 
-    Without a terminal there is a line after the first step, after every ``log_every_n_steps`` and at least every 20 s,
-    also while a step or a validation takes longer than that.
+    Without a terminal there is a line after the first and the last step, after every ``log_every_n_steps`` and at least
+    every 20 s, also while a step or a validation takes longer than that.
     """
 
     asks = True
@@ -74,7 +74,7 @@ class RunProgress(ProgressBar):
             return
         self._seen_step, self._stepped = trainer.global_step, time.perf_counter()
         every = max(1, int(trainer.log_every_n_steps))  # type: ignore[attr-defined]  # set by a connector
-        if self._seen_step == self._first_step + 1 or self._seen_step % every == 0:
+        if self._seen_step in (self._first_step + 1, self._total) or self._seen_step % every == 0:
             found = trainer.callback_metrics
             self._text = "  ".join(form.format(float(found[name])) for name, form in _SHOWN.items() if name in found)
             if self._bar is None:

@@ -17,6 +17,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
+import yaml
+
 from lit_fsdp.checkpoint import files as disk
 from lit_fsdp.checkpoint.files import MANIFEST, naming, sync_folder
 from lit_fsdp.checkpoint.manifest import NOT_ONE, Manifest, read_manifest
@@ -109,6 +111,26 @@ def choose(
     if broken and is_first_process():
         print(f"{text}\n  going on from {order[0]} (resume.fallback)", file=sys.stderr)
     return order
+
+
+def named_checkpoint(path: Path) -> Path:
+    """The checkpoint at a path, the last one of a run folder, or what ``RUN/last``, ``RUN/best`` or ``RUN/50`` names.
+
+    Raises:
+        CheckpointError: The run has none, or none of that step.
+    """
+    run, word = (path, "last") if (path / FOLDER).is_dir() else (path.parent, path.name)
+    if (path.exists() and run != path) or not (run / FOLDER).is_dir():
+        return path
+    if word.isdecimal():
+        steps = {found.step: found.path for found in checkpoints(run)}
+        if int(word) not in steps:
+            raise CheckpointError(f"{run} has no complete checkpoint of step {word}, but of {sorted(steps)}")
+        return steps[int(word)]
+    recipe = run / "recipe.yaml"
+    given = yaml.safe_load(recipe.read_text(encoding="utf-8")).get("checkpoint") if recipe.is_file() else None
+    config = CheckpointConfig(**(given or {}))
+    return choose(word, run, config.monitor, config.mode)[0] if word in ("last", "best") else path
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ def run_export(argv: Sequence[str]) -> int:
     text = "Write a checkpoint, sharded or full, as a folder that plain transformers loads."
     example = "lit-fsdp export --ckpt runs/smoke/checkpoints/step-00000004 --out model"
     parser = verb_parser("export", text, example)
-    parser.add_argument("--ckpt", required=True, type=Path, help="checkpoint folder (runs/x/checkpoints/step-…)")
+    text = "run folder (its last checkpoint), RUN/last, RUN/best, RUN/STEP, or a checkpoint folder"
+    parser.add_argument("--ckpt", required=True, type=Path, help=text)
     parser.add_argument("--out", required=True, type=Path, help="folder to create")
     text = "dtype of the weights; default: as trained; merged: as the base"
     parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), help=text)
@@ -37,6 +39,7 @@ def run_export(argv: Sequence[str]) -> int:
     hub_name = options.push_to_hub
     require(hub_name or not options.private, "--private", "no --push-to-hub", "both")
     from lit_fsdp.checkpoint.export import export
+    from lit_fsdp.checkpoint.run_folder import named_checkpoint
 
     check: Any = None
     if options.verify or options.merge:  # which read models by transformers
@@ -48,7 +51,7 @@ def run_export(argv: Sequence[str]) -> int:
 
         check = find_export_differences
     plan = export(
-        options.ckpt,
+        named_checkpoint(options.ckpt),
         options.out,
         dtype=options.dtype,
         max_shard_gib=options.max_shard_gib,
@@ -69,18 +72,25 @@ def run_export(argv: Sequence[str]) -> int:
 
 def run_generate(argv: Sequence[str]) -> int:
     """Run ``lit-fsdp generate`` and return the exit code."""
-    text = "Answer a prompt with an exported model or adapter and its chat template."
+    text = "Answer a prompt, or chat line by line, with an exported model or adapter and its chat template."
     parser = verb_parser("generate", text, "lit-fsdp generate --model model --prompt 1969-07-20")
     parser.add_argument("--model", required=True, help="model folder, or folder of an adapter")
     parser.add_argument("--base", help="base of an adapter: folder, GGUF file or hub name; default: as it says")
-    parser.add_argument("--prompt", required=True, help="what the user says")
+    parser.add_argument("--prompt", help="what the user says; default: chat, one line of standard input after another")
     parser.add_argument("--system", help="system message")
     parser.add_argument("--max_new_tokens", type=int, default=256, help="longest answer in tokens (default 256)")
     options = parse(parser, argv)
     from transformers.utils.logging import disable_progress_bar
 
-    from lit_fsdp.models.generate import chat
+    from lit_fsdp.models.generate import Chat
 
     disable_progress_bar()
-    print(chat(options.model, options.prompt, options.system, options.max_new_tokens, options.base))
+    chat = Chat(options.model, options.system, options.max_new_tokens, options.base)
+    if options.prompt is not None:
+        print(chat.answer(options.prompt))
+        return 0
+    if sys.stdin.isatty():
+        print("Write a message; an empty line ends the chat.", file=sys.stderr)
+    for line in iter(lambda: sys.stdin.readline().strip(), ""):
+        chat.answer(line, streams=True)
     return 0

@@ -54,6 +54,9 @@ class CheckpointConfig:
     async_save: bool | None = None
     """Whether training waits only until the state is copied to the host, and goes on while it is written; needs host
     memory for one copy of what each rank writes; null: true on CUDA without cpu_offload, false elsewhere."""
+    export: Literal["last", "best"] | None = None
+    """At the end of training, write this checkpoint as a Hugging Face folder to export/ in the run folder; of a run
+    with adapters, the adapter."""
 
     def __post_init__(self) -> None:
         every, kept = self.every_steps, self.keep_every

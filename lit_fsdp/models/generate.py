@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
 from lit_fsdp.errors import require
 from lit_fsdp.host import cpu_has_bf16
@@ -20,10 +20,8 @@ from lit_fsdp.models.tokenizers import end_of_turn_id, pad_id, read_tokenizer
 from lit_fsdp.models.weights import headers_of
 
 
-def chat(
-    folder: str, prompt: str, system: str | None = None, max_new_tokens: int = 256, base: str | None = None
-) -> str:
-    """The answer of the model in ``folder`` to one prompt, through its chat template.
+class Chat:
+    """A conversation with the model in ``folder``, through its chat template.
 
     In bf16 on CUDA and on CPUs that multiply in it, else in fp32. A base that was quantized for training is so again.
     ``base`` of an adapter is by default the one that its folder names.
@@ -31,6 +29,25 @@ def chat(
     Raises:
         ConfigError: The folder is neither, or the base is not to be had or another one.
     """
+
+    def __init__(
+        self, folder: str, system: str | None = None, max_new_tokens: int = 256, base: str | None = None
+    ) -> None:
+        self.model, self.tokenizer = _loaded(folder, base)
+        self.max_new_tokens = max_new_tokens
+        self.conversation = [{"role": "system", "content": system}] if system else []
+
+    def answer(self, prompt: str, streams: bool = False) -> str:
+        """The answer to a further message; with ``streams`` it is also printed while it is made."""
+        self.conversation.append({"role": "user", "content": prompt})
+        options = {"skip_special_tokens": True}
+        streamer = TextStreamer(self.tokenizer, skip_prompt=True, **options) if streams else None
+        (text,) = answer_batch(self.model, self.tokenizer, [self.conversation], self.max_new_tokens, streamer)
+        self.conversation.append({"role": "assistant", "content": text})
+        return text
+
+
+def _loaded(folder: str, base: str | None) -> tuple[Any, PreTrainedTokenizerBase]:
     place = Path(folder).expanduser()
     is_adapter = (place / "adapter_config.json").is_file()
     is_known = is_adapter or ((place / "config.json").is_file() and base is None)
@@ -55,10 +72,7 @@ def chat(
         if rows > model.get_input_embeddings().num_embeddings:  # those of added tokens
             model.resize_token_embeddings(rows, mean_resizing=False)
         model = load_adapter_folder(model, place)
-    conversation = [{"role": "system", "content": system}] if system else []
-    conversation.append({"role": "user", "content": prompt})
-    model.to("cuda" if torch.cuda.is_available() else "cpu")
-    return answer_batch(model, tokenizer, [conversation], max_new_tokens)[0]
+    return model.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer
 
 
 def answer_batch(
@@ -66,11 +80,12 @@ def answer_batch(
     tokenizer: PreTrainedTokenizerBase,
     conversations: list[list[dict[str, str]]],
     max_new_tokens: int,
+    streamer: TextStreamer | None = None,
 ) -> list[str]:
     """The assistant's next turn for each conversation, stripped, as :func:`generate_ids` finds it."""
     texts = [tokenizer.apply_chat_template(c, tokenize=False, add_generation_prompt=True) for c in conversations]
     encoded = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
-    found = generate_ids(model, tokenizer, encoded, max_new_tokens, model.device)
+    found = generate_ids(model, tokenizer, encoded, max_new_tokens, model.device, streamer=streamer)
     return [str(tokenizer.decode(row, skip_special_tokens=True)).strip() for row in found]
 
 
@@ -82,6 +97,7 @@ def generate_ids(
     max_new_tokens: int,
     device: torch.device,
     in_step: bool = False,
+    streamer: TextStreamer | None = None,
 ) -> list[list[int]]:
     """The most likely answer to each prompt (at least one) as token ids, its end mark included, in one batch.
 
@@ -103,7 +119,8 @@ def generate_ids(
     model.generation_config = GenerationConfig()  # which fills whatever is None in the settings
     try:
         with evaluating(model):
-            out = model.generate(ids, attention_mask=mask, generation_config=settings, synced_gpus=in_step)
+            options: dict[str, Any] = {"synced_gpus": in_step, "streamer": streamer}
+            out = model.generate(ids, attention_mask=mask, generation_config=settings, **options)
     finally:
         model.generation_config = own
     rows = out[:, longest:].tolist()

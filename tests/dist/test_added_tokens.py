@@ -12,7 +12,7 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, PreTrainedTokenizerFast
 
-from lit_fsdp.models.generate import chat
+from lit_fsdp.models.generate import Chat
 from lit_fsdp.models.tokenizers import miniature_tokenizer
 from tests.dist.forks import command, on_ranks
 from tests.dist.lora_jobs import FIRST, TOKENS, grown_losses
@@ -83,7 +83,7 @@ def test_adapters_with_new_tokens(
     torch.testing.assert_close(of_merged, of_adapter, rtol=1e-4, atol=1e-5)
     assert len(AutoTokenizer.from_pretrained(merged)) == len(tokenizer) == FIRST + 2
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")  # fp32 on every CPU
-    assert chat(str(adapter), TOKENS[0], None, 9) == chat(str(merged), TOKENS[0], None, 9)
+    assert Chat(str(adapter), None, 9).answer(TOKENS[0]) == Chat(str(merged), None, 9).answer(TOKENS[0])
 
 
 def test_a_base_model_learns_to_chat(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from lit_fsdp import CausalLMModule
 from lit_fsdp.checkpoint.manifest import read_manifest
 from lit_fsdp.checkpoint.safetensors_file import num_bytes
-from lit_fsdp.models.generate import chat
+from lit_fsdp.models.generate import Chat
 from lit_fsdp.models.lora import apply_saved_lora
 from tests.dist.forks import command, on_ranks, on_ranks_each
 from tests.dist.lora_jobs import peft_losses
@@ -152,7 +152,9 @@ def test_exported_adapters_are_the_live_model(
     module = CausalLMModule.load_from_checkpoint(manifest.folder, name=str(base), lora=lora).model
     assert all(torch.equal(module.state_dict()[name], tensor) for name, tensor in state.items())
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")  # fp32 on every CPU
-    assert chat(str(tmp_path / "adapter"), "2 + 2?", None, 9) == chat(str(tmp_path / "merged"), "2 + 2?", None, 9)
+    assert Chat(str(tmp_path / "adapter"), None, 9).answer("2 + 2?") == Chat(str(tmp_path / "merged"), None, 9).answer(
+        "2 + 2?"
+    )
     if strategy["engine"] != "fsdp2":
         return
     base.rename(tmp_path / "moved")

@@ -32,7 +32,7 @@ def test_a_recipe_runs_in_miniature(recipe: Path, tmp_path: Path) -> None:
     done = command(2, ["fit", *files, *often, "--trainer.default_root_dir", "run"], tmp_path)
     assert [rank.code for rank in done] == [0, 0], done[0].err
     rows = records(tmp_path / "run" / "metrics.csv")
-    assert [row["step"] for row in rows] == ["0", "1", "2", "3"]
+    assert [row["step"] for row in rows] == ["1", "2", "3", "4"]
     assert all(0 < float(row["train_loss"]) < 10 for row in rows)
     steps = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
     assert steps == ["step-00000002", "step-00000004"]

@@ -33,7 +33,7 @@ def stopped(reference: Path, tmp_path: Path) -> Path:
     for step in (4, 6):
         shutil.rmtree(checkpoint(folder, step))
     rows = (folder / "metrics.csv").read_text().splitlines(keepends=True)
-    (folder / "metrics.csv").write_text("".join([rows[0], *(row for row in rows[1:] if int(row.split(",")[0]) < 2)]))
+    (folder / "metrics.csv").write_text("".join([rows[0], *(row for row in rows[1:] if int(row.split(",")[0]) <= 2)]))
     return folder
 
 

@@ -21,7 +21,7 @@ def test_from_the_base_to_a_merged_model(reference: Path, tmp_path: Path) -> Non
     run("export", "--ckpt", checkpoint(reference, 2), "--out", "base")
     fit(tmp_path / "full", *LORA[2:], "--trainer.max_steps", "1")
     fit(tmp_path / "lora", *LORA)
-    first = [float(logged(tmp_path / name)[0]) for name in ("full", "lora")]
+    first = [float(logged(tmp_path / name)[1]) for name in ("full", "lora")]
     assert first[0] == pytest.approx(first[1], rel=1e-6)  # as B is zero
     audit = json.loads((tmp_path / "lora" / "audit.json").read_text())
     assert 0 < audit["num_trainable"] < audit["num_params"] / 5

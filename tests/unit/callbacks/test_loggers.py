@@ -46,13 +46,13 @@ def test_a_resumed_run_keeps_what_was_before_and_replaces_the_rest(tmp_path: Pat
     second.log_metrics({"a": 30.0, "b": 1.0}, 3)
     second.log_metrics({"a": 40.0}, 4)
     assert rows(tmp_path) == [
-        *({"step": str(step), "a": f"{step}.0"} for step in range(3)),
-        {"step": "3", "a": "30.0", "b": "1.0"},
-        {"step": "4", "a": "40.0"},
+        *({"step": str(step + 1), "a": f"{step}.0"} for step in range(3)),
+        {"step": "4", "a": "30.0", "b": "1.0"},
+        {"step": "5", "a": "40.0"},
     ]
     peaks = []
     for steps in (1_000, 10_000):  # a longer run goes on in as much memory
-        (tmp_path / "metrics.csv").write_text("step,a\n" + "".join(f"{step},1.0\n" for step in range(steps)))
+        (tmp_path / "metrics.csv").write_text("step,a\n" + "".join(f"{step + 1},1.0\n" for step in range(steps)))
         tracemalloc.start()
         start(steps - 1).log_metrics({"b": 1.0}, 9)
         peaks.append(tracemalloc.get_traced_memory()[1])
@@ -60,7 +60,7 @@ def test_a_resumed_run_keeps_what_was_before_and_replaces_the_rest(tmp_path: Pat
         assert len(rows(tmp_path)) == steps
     assert peaks[1] < 1.5 * peaks[0]
     start(None).log_metrics({"b": 2.0}, 0)  # a new run
-    assert rows(tmp_path) == [{"step": "0", "b": "2.0"}]
+    assert rows(tmp_path) == [{"step": "1", "b": "2.0"}]
 
 
 class _Counting(BoringModel):
@@ -84,7 +84,16 @@ def test_a_validation_inside_an_accumulation_stands_in_the_row_of_the_step_befor
     options = {"accumulate_grad_batches": 4, "val_check_interval": 6, "limit_val_batches": 1}
     trainer_with(logger, [logger], 3, **options).fit(_Counting())
     found = [(row["step"], row["train"], row.get("val")) for row in rows(tmp_path)]
-    assert found == [("0", "0.0", "1.0"), ("1", "1.0", None), ("2", "2.0", "3.0")]
+    assert found == [("1", "0.0", "1.0"), ("2", "1.0", None), ("3", "2.0", "3.0")]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_first_and_the_last_step_have_rows(tmp_path: Path):
+    for every, wanted in ((2, ["1", "2", "4", "5"]), (50, ["1", "5"])):
+        logger = RunCSVLogger(tmp_path / str(every))
+        trainer_with(logger, [logger], 5, log_every_n_steps=every).fit(_Counting())
+        found = rows(tmp_path / str(every))
+        assert [(row["step"], row["train"]) for row in found] == [(step, f"{int(step) - 1}.0") for step in wanted]
 
 
 class _KilledAfterTheSave(ModelCheckpoint):
@@ -101,7 +110,7 @@ def test_the_row_of_a_step_is_there_before_its_checkpoint(tmp_path: Path):
     logger = RunCSVLogger(tmp_path)
     with pytest.raises(InterruptedError):
         trainer_with(logger, [logger, saved], 3, enable_checkpointing=True).fit(_Counting())
-    assert [(row["step"], row["train"]) for row in rows(tmp_path)] == [("0", "0.0"), ("1", "1.0")]
+    assert [(row["step"], row["train"]) for row in rows(tmp_path)] == [("1", "0.0"), ("2", "1.0")]
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -78,7 +78,7 @@ def test_a_run_takes_recipes_and_fragments_by_name(tmp_path: Path, monkeypatch: 
     with pytest.raises(ConfigError) as caught:
         find_shipped("Qwen3-4")
     assert caught.value.allowed.startswith("model/Qwen3-4B")
-    with pytest.raises(ConfigError, match="got model.Qwen3-4B"):
+    with pytest.raises(ConfigError, match=r"got model/Qwen3-4B"):
         read_command_line(["--config", "model/Qwen3-4B"])
 
 

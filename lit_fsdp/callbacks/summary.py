@@ -1,0 +1,50 @@
+"""What a verb has done, in a few lines at its end: steps, losses, checkpoints, memory, and the next command."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+
+from lightning.pytorch import Trainer
+
+from lit_fsdp.callbacks.checkpoint import Checkpoint
+
+
+def summary_of(trainer: Trainer, verb: str, seconds: float, first_step: int) -> str:
+    """Summarize ``fit``, ``validate``, ``test`` or ``predict`` after its end.
+
+    Args:
+        trainer: The Trainer, whose metrics are those that were logged last.
+        verb: Which of the four.
+        seconds: How long it took.
+        first_step: Optimizer steps that had been taken before, as by the run that is resumed.
+    """
+    folder, took = Path(trainer.default_root_dir), timedelta(seconds=round(seconds))
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    if verb == "predict":
+        path = folder / "predictions.jsonl"
+        return f"predict took {took}" + (f"; predictions: {path}" if path.is_file() else "")
+    prefix = {"validate": "val_", "test": "test_"}.get(verb, "")
+    shown = [name for name in metrics if name.startswith(prefix)] if prefix else ["train_loss", "val_loss"]
+    numbers = "".join(f", {name} {metrics[name]:.4f}" for name in shown if name in metrics)
+    if verb != "fit":
+        return f"{verb} took {took}{numbers}; written to {folder / f'{verb}-metrics.csv'}"
+    step = trainer.global_step
+    if step == first_step:
+        by_steps = 0 < trainer.max_steps <= step
+        limit, value = ("max_steps", trainer.max_steps) if by_steps else ("max_epochs", trainer.max_epochs)
+        more = f"--ckpt_path last --trainer.{limit} {2 * (value or 1)}"
+        return f"already at trainer.{limit} {value}, step {step}: nothing was trained; to train further, add {more}"
+    memory = f", peak memory {metrics['peak_memory_gib']:.2f} GiB per rank" if "peak_memory_gib" in metrics else ""
+    lines = [f"{step - first_step} steps in {took}, to step {step}{numbers}{memory}"]
+    saved = trainer.checkpoint_callback
+    for name in ("best", "last"):
+        if path_of := getattr(saved, f"{name}_model_path", ""):
+            lines.append(f"{name} checkpoint: {path_of}")
+    if isinstance(saved, Checkpoint) and saved.last_model_path and hasattr(trainer.lightning_module, "read_tensor"):
+        word = "best" if saved.best_model_path else "last"
+        command = f"lit-fsdp export --ckpt {folder}/{word} --out {folder}/export/{word}"
+        if saved.exported is not None:
+            command = f"lit-fsdp generate --model {saved.exported}"
+        lines.append(f"next: {command}")
+    return "\n".join(lines)
