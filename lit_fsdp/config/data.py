@@ -135,7 +135,8 @@ class DataConfig:
     predict: Sources | None = None
     """Source or sources of the rows that predict scores."""
     val_split: int | float | None = None
-    """Validation rows taken from data.train, copies too: a share below 1 or a number of rows; the same in each run."""
+    """Validation rows taken from data.train, copies too: a share below 1 or a number of rows; the same in each run;
+    of few rows a share takes at least one and leaves one; 0 or null: none."""
     format: RowFormat = "auto"
     """Row format; auto finds it from the columns."""
     columns: dict[str, str] | None = None
@@ -198,6 +199,7 @@ class DataConfig:
             named = split not in ("val", "test") and any(entry.name for entry in entries)
             require(not named, split, "a source with a name", "none: sets of data.val and data.test have one")
         SourceConfig(source="any", columns=self.columns)  # where columns are checked
+        object.__setattr__(self, "val_split", self.val_split or None)
         share = self.val_split
         if share is not None:
             fits = 0 < share < 1 or (share >= 1 and float(share).is_integer())

@@ -17,11 +17,13 @@ from typing import Any
 import numpy as np
 
 from lit_fsdp.config.data import DataConfig, check_sources
+from lit_fsdp.config.parser import say_once
 from lit_fsdp.data.cache import TokenizedRows
 from lit_fsdp.data.encode import RowEncoder
 from lit_fsdp.data.order import apportion
 from lit_fsdp.data.sources import content_hash
 from lit_fsdp.errors import DataError, require
+from lit_fsdp.host import is_first_process
 
 _BITS = 512
 """Of a word of free rooms: a search looks at one word of them and at one bit for each of the others."""
@@ -126,6 +128,11 @@ def _held_out(rows: TokenizedRows, val_split: float) -> np.ndarray:
     _, firsts = np.unique(rows.numbers, return_index=True)  # of the pieces of each text that was split
     if val_split < 1:
         chosen = rows.keys < np.uint64(val_split * 2**64)
+        if chosen.all() or not chosen.any():
+            chosen = rows.keys < rows.keys.max() if chosen.all() else rows.keys == rows.keys.min()
+            taken = f"{int(chosen[firsts].sum())} of {len(firsts)} rows"
+            if is_first_process():
+                say_once(f"data.val_split {val_split} takes {taken}: at least one, and leaves at least one")
     else:
         lowest = np.sort(rows.keys[firsts])[: int(val_split)]
         chosen = rows.keys <= lowest[-1]

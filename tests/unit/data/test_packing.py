@@ -103,9 +103,18 @@ def test_rows_held_out(small: Any, source: Path):
     found = _prepare(small, source, val_split=5)
     numbers = {split: set(samples.rows.numbers[samples.row_ids].tolist()) for split, samples in found.items()}
     assert (len(numbers["val"] - numbers["train"]), len(numbers["train"])) == (5, 15)
-    for val_split in (20, 1e-9):
-        with pytest.raises(DataError, match=r"takes \d+ of 20 rows\n  allowed: a share"):
-            _prepare(small, source, val_split=val_split)
+    with pytest.raises(DataError, match=r"takes \d+ of 20 rows\n  allowed: a share"):
+        _prepare(small, source, val_split=20)
+
+
+def test_a_share_of_few_rows_takes_one_and_leaves_one(small: Any, source: Path, capsys: pytest.CaptureFixture[str]):
+    _write(source, range(4))
+    for val_split, taken in ((1e-9, 1), (1 - 1e-9, 3)):
+        found = _prepare(small, source, val_split=val_split)
+        assert (len(found["val"]), len(found["train"])) == (taken, 4 - taken)
+        said = f"data.val_split {val_split} takes {taken} of 4 rows: at least one, and leaves at least one\n"
+        assert capsys.readouterr().err.endswith(said)
+    assert DataConfig(train=str(source), val_split=0).val_split is None
 
 
 def test_samples_of_one_conversation_stay_on_one_side(small: Any, source: Path):
