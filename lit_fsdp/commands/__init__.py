@@ -6,6 +6,7 @@ import difflib
 import importlib
 import sys
 
+from lit_fsdp.config.words import VERBS, underscored
 from lit_fsdp.errors import ConfigError
 
 _GROUPS = {
@@ -72,13 +73,13 @@ def run(argv: list[str]) -> int:
 
         print(f"lit_fsdp {lit_fsdp.__version__}")
         return 0
-    if argv[0] == "--print_completion":
+    if underscored(argv[0]) == "--print_completion":
         from lit_fsdp.commands.completion import completion_script
 
         texts = {verb: text for group in _GROUPS.values() for verb, text in group.items()}
         print(completion_script("".join(argv[1:2]) or "bash", texts, run))
         return 0
-    verb, rest = argv[0], argv[1:]
+    verb, rest = argv[0], [underscored(word) for word in argv[1:]]
     if verb in _TRAINER_VERBS:
         from lit_fsdp.commands.training import run_training_verb
 
@@ -86,5 +87,5 @@ def run(argv: list[str]) -> int:
     if verb in _VERBS:
         module = importlib.import_module(f"lit_fsdp.commands.{_MODULES.get(verb, verb)}")
         return int(getattr(module, f"run_{verb}")(rest))
-    near = difflib.get_close_matches(verb, _VERBS, n=1) or ["fit"]
-    raise ConfigError("command line", verb, ", ".join(_VERBS), f"lit-fsdp {near[0]} ...")
+    near = VERBS.get(verb.lower().replace("-", "_")) or (difflib.get_close_matches(verb, _VERBS, n=1) or ["fit"])[0]
+    raise ConfigError("command line", verb, ", ".join(_VERBS), f"lit-fsdp {near} ...")

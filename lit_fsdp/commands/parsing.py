@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from lit_fsdp.config.locations import expanded
+from lit_fsdp.config.words import meant_flag, underscored
 from lit_fsdp.errors import ConfigError, require
 
 RECIPE = "--config RECIPE.yaml [--key value ...] [options]"
@@ -29,7 +30,7 @@ class _Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """With ``~`` and ``${VAR}`` of paths expanded."""
-        options, rest = super().parse_known_args(args, namespace)
+        options, rest = super().parse_known_args(_declared(self, args or ()), namespace)
         for name, value in vars(options).items():
             if isinstance(value, (str, Path)) and name not in ("prompt", "system"):
                 setattr(options, name, type(value)(expanded(str(value), name)))
@@ -61,12 +62,18 @@ def example_lines(example: str) -> str:
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
     """Parse the flags of a verb that reads no recipe; an unknown flag raises an error that names the nearest one."""
     flags = [flag for action in parser._actions for flag in action.option_strings]
-    for name in (word.partition("=")[0] for word in argv if word.startswith("--")):
-        near = difflib.get_close_matches(name, flags, n=1, cutoff=0.5) or flags[-1:]
-        require(
-            name in flags, f"{parser.prog} {name}", "a flag that does not exist", ", ".join(flags), f"write {near[0]}"
-        )
+    for name in (word.partition("=")[0] for word in _declared(parser, argv) if word.startswith("--")):
+        near = meant_flag(name, flags) or "".join(difflib.get_close_matches(name, flags, n=1, cutoff=0.5))
+        fix = f"write {near}" if near else f"see {parser.prog} --help"
+        require(name in flags, f"{parser.prog} {name}", "a flag that does not exist", ", ".join(flags), fix)
     return parser.parse_args(list(argv))
+
+
+def _declared(parser: argparse.ArgumentParser, argv: Sequence[str]) -> list[str]:
+    """The words with flags of ``parser`` spelled as it declares them; ``-`` and ``_`` are the same."""
+    names = {underscored(flag): flag for action in parser._actions for flag in action.option_strings}
+    parts = [underscored(word).partition("=") if word.startswith("--") else (word, "", "") for word in argv]
+    return [names.get(name, name) + equals + value for name, equals, value in parts]
 
 
 def flags_of(parser: argparse.ArgumentParser) -> list[str]:

@@ -130,6 +130,8 @@ class LoraConfig:
         for field in ("target_modules", "modules_to_save"):
             require(getattr(self, field) != [], field, "[]", "at least one name, or null", f"drop {field}")
         if isinstance(self.target_modules, str):
+            given, is_list = self.target_modules, re.fullmatch(r"[\w.\s]*,[\w.,\s]*", self.target_modules)
+            require(not is_list, "target_modules", given, "a list, or a regular expression", f"write [{given}]")
             try:
                 re.compile(self.target_modules)
             except re.error as error:

@@ -44,6 +44,7 @@ from lit_fsdp.config.run import (
 )
 from lit_fsdp.config.slurm import SlurmConfig
 from lit_fsdp.config.strategy import StrategyConfig
+from lit_fsdp.config.words import ROWS_FILES, here, section_fix, underscored
 from lit_fsdp.errors import ConfigError, require
 from lit_fsdp.host import is_first_process
 from lit_fsdp.redaction import HIDDEN, hidden_keys, remember
@@ -65,6 +66,8 @@ PATHS = {
     "slurm": ("container", "container_mounts", "env_file"),
 }
 """By section, the keys whose text names files; under ``trainer`` any may."""
+_LISTS = ("trainer.callbacks.", "trainer.logger.", "trainer.plugins.")
+"""What is below are arguments of somebody's classes."""
 
 
 # -- YAML
@@ -260,14 +263,14 @@ class CommandLine:
 def read_command_line(argv: Sequence[str]) -> CommandLine:
     """Split the words behind a verb; ``--config`` files come first, later ones win, and flags are last."""
     line, flags = CommandLine(allow_imports=os.environ.get("LIT_FSDP_ALLOW_IMPORTS", "").split(",")), []
-    words = list(argv)
+    words = [underscored(word) for word in argv]
     while words:
         word = words.pop(0)
         name, equals, value = word.partition("=")
-        if name in ("--config", "-c", "--allow-imports"):
+        if name in ("--config", "-c", "--allow_imports"):
             require(equals or words, name, "nothing", f"{name} VALUE")
             value = value if equals else words.pop(0)
-            if name == "--allow-imports":
+            if name == "--allow_imports":
                 line.allow_imports.append(value)
                 continue
             path = Path(expanded(value, name))
@@ -282,6 +285,12 @@ def read_command_line(argv: Sequence[str]) -> CommandLine:
                 remember(value if equals else words[0] if words else None, name)
     line.words = [f"--config={path}" for path in line.files] + flags
     line.allow_imports = [package for package in line.allow_imports if package]
+    for section, named in line.foreign.items():
+        package, _, last = named.rpartition(".")
+        is_class = last[:1].isupper() or package.partition(".")[0] in (*TRUSTED, *line.allow_imports)
+        if section in OWN_CLASSES and not (is_class and re.fullmatch(r"\w+(\.\w+)+", named)):
+            fix = f"write {section_fix(section, named)}"
+            raise ConfigError(section, named, "its keys, or the path of a class", fix)
     if line.allow_imports and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as python -m has it
     return line
@@ -347,6 +356,8 @@ def _translated(parser: ArgumentParser, read: Callable[[], Namespace], known: It
 
 def parser_error(message: str, known: Iterable[str]) -> ConfigError:
     """Turn an error of jsonargparse into ours: what it says, the full path, and the nearest key or word."""
+    dests = [dest.replace("-", "_") for dest in known if not dest.endswith("help")]
+    every = {".".join(dest.split(".")[: i + 1]) for dest in dests for i in range(dest.count(".") + 1)}
     denied = re.search(r"Importing '([\w.]+)' is not allowed", message)
     keys = re.findall(r'Parser key "([^"]+)"', message) or ["recipe"]
     inner = next((one for one in keys[1:] if not one.startswith(keys[0])), None)  # of a section inside of another
@@ -359,25 +370,34 @@ def parser_error(message: str, known: Iterable[str]) -> ConfigError:
         inside = re.search(r"class_path 'lit_fsdp\.config\.(\w+)\.(\w+)'", message)
         if inside:
             cls = getattr(importlib.import_module(f"lit_fsdp.config.{inside[1]}"), inside[2])
-            known = [*known, *(f"{key}.{field.name}" for field in dataclasses.fields(cls))]
-        dests = [dest.replace("-", "_") for dest in known if not dest.endswith("help")]
-        every = {".".join(dest.split(".")[: i + 1]) for dest in dests for i in range(dest.count(".") + 1)}
+            every |= {f"{key}.{field.name}" for field in dataclasses.fields(cls)}
         full = name if key == "recipe" or name.startswith(f"{key}.") else f"{key}.{name}"
         parent = full.rpartition(".")[0]
         while parent and parent not in every:
             parent = parent.rpartition(".")[0]
         beside = sorted(one for one in every if one.rpartition(".")[0] == parent)
         wanted_key = full.removesuffix("+")
-        near = _nearest(wanted_key, beside, every)
+        meant = here(wanted_key)
+        is_known = "model.optim" in every if meant.startswith(("model.lora.", "model.class_path")) else False
+        is_known |= meant.partition(":")[0] in every and not full.startswith(_LISTS)
+        near = meant if is_known else _nearest(wanted_key, beside, every)
         if parent == "model" and name.rpartition(".")[2] in {field.name for field in dataclasses.fields(LoraConfig)}:
             near = f"model.lora.{name.rpartition('.')[2]}"  # of adapters, and not known where lora is null
         fix = f"write {near}" if near else "remove it"
         if Path(name).suffix in (".yaml", ".yml"):
             fix = f"write --config {name}"
+        elif f": {name}" in message and (name.endswith(ROWS_FILES) or "/" in name):  # not behind dashes
+            fix = f"write {section_fix('data' if name.endswith(ROWS_FILES) else 'model', name)}"
         if full.startswith("model.preference") and "model.preference" not in every:
             fix = f"set model.class_path: {PREFERENCE}"
         names = ", ".join(one.rpartition(".")[2] for one in beside)
+        if not names:  # of a class that is not ours
+            return ConfigError(full, "a key that does not exist", "an argument of that class", "remove it")
         return ConfigError(full, "a key that does not exist", f"one of {names}", fix)
+    whole = re.search(r"Unable to load config '(.*?)'\n|thus '?(.*?)'? is not accepted as class_path", message)
+    if whole:
+        names = ", ".join(one.rpartition(".")[2] for one in sorted(every) if one.rpartition(".")[0] == key)
+        return ConfigError(key, whole[1] or whole[2], f"a mapping with {names}", f"write {section_fix(key)}")
     rule = re.search(r"- (\w+): got (.*)\n\s*allowed: (.*)(?:\n\s*fix: *(.*))?", message)
     if rule:  # of a section that stands for a word
         return ConfigError(f"{key}.{rule[1]}", rule[2], rule[3], rule[4] or "")
@@ -388,18 +408,32 @@ def parser_error(message: str, known: Iterable[str]) -> ConfigError:
     value = re.search(r"(?:Got|Given) value: (.*)", message)
     wanted = re.findall(r"Expected an? (.*?)(?:\. Got value.*)?$", message, re.MULTILINE)
     if not value or not wanted:
-        return ConfigError(key, " ".join(message.split()), "see lit-fsdp fit --help")
+        return ConfigError(key, _as_yaml(" ".join(message.split())), "see lit-fsdp fit --help")
     plain = [re.sub(r"<class '([\w.]+)'>|typing\.", lambda m: m[1] or "", one) for one in wanted]
     kinds = {"NoneType": "null", "str": "text", "bool": "true | false", "float": "a number", "int": "a whole number"}
+    kinds |= {"dict": "a mapping", "list": "a list", "collections.abc.Iterable": "a list"}
     shown = [
         re.sub(r"^Literal\[|\]$|'", "", one).replace(", ", " | ") if one.startswith("Literal") else kinds.get(one, one)
         for one in plain
-        if "import path" not in one
+        if "import path" not in one and not one.startswith("path but")
     ]
+    is_section = re.search(r"Subtypes: \[.*lit_fsdp\.config", message)
+    if is_section or "import path" in message or "valid subclass" in message:
+        shown.append("a mapping" if is_section else "a class, as {class_path: NAME, init_args: {...}}")
     words = [word for one in plain if one.startswith("Literal") for word in re.findall(r"'([^']+)'", one)]
     near, allowed = _nearest(value[1].lower(), words), " | ".join(dict.fromkeys(shown))
-    given, fix = "null" if value[1] == "None" else value[1], f"write {key}: {near}" if near else ""
+    given, fix = _as_yaml(value[1]), f"write {key}: {near}" if near else ""
+    if key == "model.lora" or ("a list" in shown and "," in given and given[:1] not in "[{"):
+        fix = f"write {section_fix(key) if key == 'model.lora' else f'{key}: [{given}]'}"
     return ConfigError(key, given, allowed, fix)
+
+
+def _as_yaml(text: str) -> str:
+    """What jsonargparse prints of a value, without names of its own classes."""
+    text = re.sub(r"NestedArg\(key='\w+', val='?(.*?)'?\)", r"\1", text)
+    for _ in range(text.count("Namespace(")):  # from the inside out
+        text = re.sub(r"Namespace\(([^()]*)\)", lambda found: f"{{{found[1].replace('=', ': ')}}}", text)
+    return {"None": "null", "True": "true", "False": "false"}.get(text, text)
 
 
 def not_allowed(key: str, path: str) -> ConfigError:
@@ -454,6 +488,10 @@ def typed(cls: type[T], values: Any, path: str) -> T:
         within = error.field.startswith(path) or error.field.split(".")[0] in _OWN
         name = error.field if within else f"{path}.{error.field}"
         raise ConfigError(name, error.given, error.allowed, error.fix) from None
+    except TypeError:  # of a rule about a number that is null, which jsonargparse lets pass inside of a Union
+        null = next((name for name, value in built.items() if value is None and hints[name] in (int, float)), None)
+        require(null is None, f"{path}.{null}", "null", "a number", f"drop {null}")
+        raise
 
 
 def _typed_value(hint: Any, value: Any, path: str) -> Any:
@@ -563,6 +601,7 @@ def complete(
     if trainer.default_root_dir is None:
         trainer.default_root_dir = f"runs/{line.files[0].stem if line.files else 'run'}"
     if data is not None:
+        data.val_split = data.val_split or None
         _keep_later(data, line, "val", "val_split")
         if model is not None and "preference" in model and data.format == "auto":
             data.format = "preference"

@@ -29,6 +29,7 @@ from lit_fsdp.config.strategy import (
     check_quantized,
     mesh_shape,
 )
+from lit_fsdp.config.words import HERE
 from lit_fsdp.errors import require
 
 FACTORY = "lit_fsdp.fsdp_strategy"
@@ -199,6 +200,13 @@ def merged_precision(word: Any, precision: Any) -> Any:
     return mode if precision is None else precision
 
 
+def _logger_is_a_class(run: RunConfig) -> None:
+    given = run.trainer.get("logger")
+    for one in given if isinstance(given, list) else [given]:
+        meant = HERE.get(one, "") if isinstance(one, str) else ""
+        require(not meant.startswith("trainer.logger:"), "trainer.logger", one, "a class, or false", f"write {meant}")
+
+
 def _has_a_model(run: RunConfig) -> None:
     named = "model" in run.foreign or run.model.name
     require(named, "model.name", "null", "a hub name, folder, GGUF file or config", "name the model")
@@ -339,6 +347,7 @@ def _quantized_base_has_its_engine(run: RunConfig) -> None:
 
 
 RULES: list[Callable[[RunConfig], None]] = [
+    _logger_is_a_class,
     _has_a_model,
     _has_data,
     _training_ends,

@@ -1,0 +1,95 @@
+"""What other trainers call a key, a verb or a flag, and what it is here; looked up where such a word is refused."""
+
+from __future__ import annotations
+
+import re
+
+_S, _LOGGER = "trainer.strategy.init_args", "trainer.logger: {class_path: lightning.pytorch.loggers"
+_INTO_FOLDER = "init_args: {save_dir: runs/logs}}"
+_KEYS = {
+    "seed_everything": "seed random_seed", "data.cache_dir": "dataset_prepared_path",
+    "ckpt_path": "resume_from_checkpoint resume_from resume_checkpoint auto_resume_from_checkpoints",
+    "trainer.max_epochs": "epochs num_epochs num_train_epochs n_epochs", "trainer.accelerator": "device",
+    "trainer.max_steps": "num_steps total_steps max_train_steps num_training_steps max_iters train_iters",
+    "trainer.accumulate_grad_batches": "gradient_accumulation_steps gradient_accumulation_iters",
+    "trainer.gradient_clip_val": "max_grad_norm clip_grad_norm max_norm grad_clip gradient_clipping",
+    "trainer.log_every_n_steps": "logging_steps log_interval", "trainer.accelerator: cpu": "use_cpu no_cuda",
+    "trainer.val_check_interval": "eval_steps eval_interval eval.interval", "trainer.precision: fp32": "fp32",
+    "trainer.limit_val_batches": "eval_iters eval.max_iters", "trainer.num_nodes": "nnodes num_machines",
+    "trainer.devices": "num_gpus n_gpu gpus nproc_per_node num_processes", "trainer.precision: 16-mixed": "fp16",
+    "trainer.default_root_dir": "output_dir out_dir save_dir run_dir logging_dir",
+    "trainer.precision: bf16-mixed": "bf16 mixed_precision", "trainer.precision": "dtype torch_dtype",
+    f"{_LOGGER}.WandbLogger}}": "wandb wandb_project wandb_name report_to log_with logger_name",
+    f"{_LOGGER}.TensorBoardLogger, {_INTO_FOLDER}": "tensorboard", f"{_LOGGER}.CSVLogger, {_INTO_FOLDER}": "csv",
+    f"{_LOGGER}.MLFlowLogger}}": "mlflow mlflow_experiment_name", f"{_S}.compile: true": "torch_compile",
+    f"{_S}.activation_checkpointing: full": "gradient_checkpointing enable_activation_checkpointing",
+    f"{_S}.activation_checkpointing: {{mode: full, offload_activations: true}}": "enable_activation_offloading",
+    f"{_S}.cpu_offload: true": "fsdp_cpu_offload offload_params", f"{_S}.engine": "fsdp_version distributed_type",
+    f"{_S}.sharding": "fsdp sharding_strategy fsdp_sharding_strategy", f"{_S}.timeout_seconds": "ddp_timeout",
+    f"{_S}.context_parallel": "context_parallel_size context_parallel_dim sequence_parallel_degree cp_size",
+    "checkpoint.every_steps": "save_steps save_interval checkpointing_steps", "checkpoint.keep_best": "save_top_k",
+    "checkpoint.keep_last": "save_total_limit keep_last_n_checkpoints", "checkpoint.monitor": "metric_for_best_model",
+    "model.name": "base_model model_name_or_path model_name model_id model_path checkpoint_dir model._component_",
+    "model.tokenizer": "tokenizer_name tokenizer_path tokenizer.path", "model.optim.beta1": "adam_beta1",
+    "model.attn_implementation: flash_attention_2": "flash_attention flash_attn use_flash_attention_2",
+    "model.optim.lr": "learning_rate peak_lr max_lr", "model.optim.beta2": "adam_beta2",
+    "model.optim.schedule": "lr_scheduler lr_scheduler_type lr_schedule scheduler",
+    "model.optim.warmup_steps": "warmup_ratio lr_warmup_steps num_warmup_steps warmup_iters",
+    "model.optim.min_lr_ratio": "min_lr min_lr_rate cosine_min_lr_ratio", "model.lora.alpha": "lora_alpha",
+    "model.optim.optimizer: torch.optim.AdamW": "optim optimizer optimizer._component_",
+    "model.optim.eps": "adam_epsilon", "model.loss.backend: liger": "use_liger_kernel",
+    "model.lora: {}": "lora use_lora peft use_peft adapter",
+    "model.lora.r": "r rank lora_r lora_rank", "model.lora.dropout": "lora_dropout",
+    "model.lora.target_modules": "target_modules lora_target_modules lora_attn_modules",
+    "model.lora.target_modules: all-linear": "lora_target_linear", "model.lora.use_dora": "use_dora peft_use_dora",
+    "model.lora.quantize: nf4": "quantize load_in_4bit quantize_base qlora", "model.add_tokens": "special_tokens",
+    "model.class_path: lit_fsdp.PreferenceModule": "rl loss_type", "model.neftune_alpha": "neftune_noise_alpha",
+    "data.train": "dataset datasets dataset_name dataset_path dataset.source dataset._component_ train_file data_files",
+    "data.val": "validation_file eval_file eval_dataset test_datasets", "data.packing": "sample_packing packed",
+    "data.val_split": "val_set_size val_split_fraction", "data.columns": "dataset_text_field column_map",
+    "data.chat_template": "chat_template_path chat_template_jinja prompt_style",
+    "data.supervise: all": "assistant_only_loss mask_prompt", "data.train_on_prompt": "train_on_inputs train_on_input",
+    "data.max_seq_length": "max_length max_seq_len seq_len seq_length sequence_len cutoff_len block_size",
+    "data.micro_batch_size": "batch_size train_batch_size per_device_train_batch_size per_device_eval_batch_size",
+    "data.num_workers": "dataloader_num_workers", "data.num_tokenizers": "dataset_num_proc preprocessing_num_workers",
+}  # fmt: skip
+_VERBS = {
+    "fit": "train finetune fine_tune finetune_full finetune_lora sft lora qlora dpo tune pretrain run",
+    "validate": "eval evaluate", "generate --model": "chat infer inference serve ask", "doctor": "env",
+    "export --merge": "merge merge_lora", "export --ckpt": "convert_to_hf push upload", "bench": "benchmark",
+    "model prepare": "download", "data inspect": "inspect preprocess tokenize", "plan": "estimate estimate_memory",
+    "recipes ls": "ls list", "recipes cp": "cp copy init", "slurm submit": "submit sbatch",
+}  # fmt: skip
+_FLAGS = {
+    "--ckpt": "config checkpoint ckpt_path checkpoint_dir checkpoint_path model",
+    "--out": "output output_dir out_dir save_dir",
+    "--model": "config ckpt ckpt_path checkpoint checkpoint_dir model_name_or_path",
+    "--max_new_tokens": "max_tokens max_length",
+}
+HERE, VERBS = ({word: ours for ours, words in table.items() for word in words.split()} for table in (_KEYS, _VERBS))
+"""Their key, or verb, to ours; behind ours may stand a value, or a flag."""
+_SECTIONS = {"model": "--model.name VALUE", "data": "--data.train VALUE", "model.lora": "model.lora: {}",
+             "resume": "--ckpt_path last", "model.optim": "--model.optim.class_path torch.optim.AdamW"}  # fmt: skip
+ROWS_FILES = (".jsonl", ".json", ".csv", ".tsv", ".txt", ".parquet", ".arrow", ".gz")
+
+
+def here(name: str) -> str:
+    """What a key of another trainer, alone or below a section, is here; empty where it is not known."""
+    name = name.replace("-", "_")
+    return HERE.get(name) or HERE.get(name.rpartition(".")[2], "")
+
+
+def meant_flag(name: str, flags: list[str]) -> str:
+    """The one of a verb's ``flags`` that another name for it means; empty where it is not known."""
+    return next((flag for flag, words in _FLAGS.items() if flag in flags and name[2:] in words.split()), "")
+
+
+def section_fix(section: str, value: str = "VALUE") -> str:
+    """What to write in place of one value for a whole section."""
+    return _SECTIONS.get(section, f"--{section}.KEY VALUE").replace("VALUE", value)
+
+
+def underscored(word: str) -> str:
+    """A word of the command line with ``_`` for ``-`` in the name of a flag, but in no value and no name of a user."""
+    names = r"--(data\.(val|test|turns\.roles)(?=\.)|[^=]*)"  # below these, sets and roles have names of the user's
+    return re.sub(f"^{names}", lambda found: f"--{found[0][2:].replace('-', '_')}", word)

@@ -1,0 +1,130 @@
+"""Words of other trainers, and values that are none, are refused with a fix that works."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from lit_fsdp.commands import _VERBS, run
+from lit_fsdp.commands.parsing import parse, verb_parser
+from lit_fsdp.config.parser import leaves, load_recipe, parser_error, recipe_parser
+from lit_fsdp.config.words import HERE, VERBS, underscored
+from lit_fsdp.convert.hf_trainer import _ARGUMENTS
+from lit_fsdp.convert.tables import Keep
+from lit_fsdp.errors import ConfigError
+
+BASE = ["--model.name=x", "--data.train=r", "--trainer.max_steps=2"]
+
+
+def refused(act: Any, *args: Any) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        act(*args)
+    return caught.value
+
+
+def test_every_word_of_another_trainer_is_answered_with_a_key_that_exists():
+    known = [action.dest for action in recipe_parser()._actions]
+    lora = [key for key, _ in leaves(load_recipe([*BASE, "--model.lora={}"], "fit").values) if "model.lora." in key]
+    assert len(HERE) >= 120
+    for theirs, ours in HERE.items():
+        below = f"training_args.{theirs}"
+        for written in (theirs, theirs.replace("_", "-"), below) if "." not in theirs else (theirs,):
+            error = parser_error(f"unrecognized arguments: --{written} 1", known)
+            assert error.fix == f"write {ours}", (written, error.fix)
+        key, _, value = ours.partition(": ")
+        assert key in (*known, *lora, "model.class_path"), theirs
+        if value:
+            values = load_recipe([*BASE, f"--{key}={value}"], "fit").values
+            read, given = dict(leaves(values)), yaml.safe_load(value)
+            if key in read and not key.endswith(("precision", "activation_checkpointing")):
+                assert read[key] == given
+
+
+def test_what_is_converted_and_what_is_said_agree():
+    """The table of ``lit-fsdp convert hf`` has the same keys of TrainingArguments."""
+    both = {key: row.to for key, row in _ARGUMENTS.items() if isinstance(row, Keep) and key in HERE}
+    assert len(both) >= 15
+    for key, to in both.items():
+        assert HERE[key].partition(":")[0].removeprefix("trainer.strategy.init_args.") == to.removesuffix(".mode"), key
+
+
+def test_yaml_of_another_trainer_is_answered_too(tmp_path: Path):
+    for text, fix in (
+        ("training_args: {learning_rate: 1e-4}", "write model.optim.lr"),
+        ("train: {epochs: 3}", "write trainer.max_epochs"),
+        ("num_epochs: 3", "write trainer.max_epochs"),
+        ("dataset: {packed: true}", "write data.packing"),
+        ("model: gpt2", "write --model.name gpt2"),
+    ):
+        (tmp_path / "theirs.yaml").write_text(text)
+        assert refused(load_recipe, ["--config", str(tmp_path / "theirs.yaml"), *BASE[1:]], "fit").fix == fix
+
+
+def test_wrong_flags_and_values():
+    wandb = "write trainer.logger: {class_path: lightning.pytorch.loggers.WandbLogger}"
+    for words, field, fix in (
+        ("--model gpt2", "model", "write --model.name gpt2"),
+        ("--model Qwen/Qwen2.5-0.5B", "model", "write --model.name Qwen/Qwen2.5-0.5B"),
+        ("--data rows.jsonl", "data", "write --data.train rows.jsonl"),
+        ("rows.jsonl", "rows.jsonl", "write --data.train rows.jsonl"),
+        ("--model.lora true", "model.lora", "write model.lora: {}"),
+        ("--model.lora.r null", "model.lora.r", "drop r"),
+        ("--model.lora.target_modules q_proj,v_proj", "model.lora.target_modules", "write [q_proj,v_proj]"),
+        ("--model.freeze a,b", "model.freeze", "write model.freeze: [a,b]"),
+        ("--model.optim adamw", "model.optim", "write --model.optim.class_path torch.optim.AdamW"),
+        ("--resume true", "resume", "write --ckpt_path last"),
+        ("--trainer.logger wandb", "trainer.logger", wandb),
+        ("--trainer.logger [wandb]", "trainer.logger", wandb),
+        ("--data.columns 3", "data.columns", None),
+        ("--checkpoint.every_steps foo", "checkpoint.every_steps", None),
+        ("--checkpoint 5", "checkpoint", "write --checkpoint.KEY VALUE"),
+        ("--trainer {class_path: x}", "trainer", "write --trainer.KEY VALUE"),
+    ):
+        error = refused(load_recipe, [*BASE, *words.split(maxsplit=1)], "fit")
+        assert (error.field, fix or error.fix) == (field, error.fix), str(error)
+        dumped = r"Namespace|NestedArg|collections|typing|<class|Parser key|Unable to|path but"
+        assert not re.search(dumped, str(error)), str(error)
+
+
+def test_what_lightning_takes_is_said_without_names_of_python():
+    list_of = (
+        "- Expected a path but foo either not accessible or invalid\n - Expected a <class 'collections.abc.Iterable'>"
+    )
+    message = f'Parser key "trainer.logger":\n{list_of}\n - Expected a dot import path string: foo\nGiven value: {{}}'
+    for value, given in (
+        ("foo", "foo"),
+        ("Namespace(a='b', c=Namespace(d=1))", "{a: 'b', c: {d: 1}}"),
+        ("NestedArg(key='x', val='3')", "3"),
+    ):
+        error = parser_error(message.format(value), ["trainer.logger"])
+        assert (error.given, error.allowed) == (given, "a list | a class, as {class_path: NAME, init_args: {...}}")
+
+
+def test_verbs_and_their_flags_are_answered_with_those_that_exist():
+    for theirs, ours in {**VERBS, "fine-tune": "fit"}.items():
+        assert (theirs in _VERBS, ours.split()[0] in _VERBS) == (False, True)
+        assert refused(run, [theirs]).fix == f"lit-fsdp {ours} ..."
+    assert refused(run, ["export", "--config", "x"]).fix == "write --ckpt"
+    assert refused(run, ["export", "--out", "x", "--zzz"]).fix == "see lit-fsdp export --help"
+
+
+def test_dashes_and_underscores_are_the_same_in_names_and_stay_in_values():
+    words = ["--ckpt-path=a-b", "--data.max-seq-length", "64", "--trainer.strategy.init-args.shard-degree=-1"]
+    found = load_recipe([*BASE, *words, "--data.val.my-set", "v-1.jsonl"], "fit")
+    assert (found.values["ckpt_path"], found.run.data.max_seq_length) == ("a-b", 64)
+    assert found.run.data.val == {"my-set": "v-1.jsonl"}
+    parser = verb_parser("x", "", "")
+    parser.add_argument("--push-to-hub")
+    parser.add_argument("--max_shard_gib")
+    for flags in (["--push_to_hub=a-b", "--max-shard-gib", "c-d"], ["--push-to-hub", "a-b", "--max_shard_gib=c-d"]):
+        assert vars(parse(parser, flags)) == {"push_to_hub": "a-b", "max_shard_gib": "c-d"}
+    assert [underscored(word) for word in ("--", "-c", "a-b", "--data.val-split")] == [
+        "--",
+        "-c",
+        "a-b",
+        "--data.val_split",
+    ]
