@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from lit_fsdp.convert.tables import FILLED_IN, OFF, Drop, Keep, Source, Table, r
 _RECOMPUTE = Keep("activation_checkpointing.mode", {"true": "full", "false": None}, "the blocks of the wrap choice")
 _SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant",
               "cosine_with_min_lr": "cosine"}  # fmt: skip
-_ARGUMENTS: Table = {
+ARGUMENTS: Table = {
     **rows("fsdp use_cpu bf16 fp16 max_steps num_train_epochs warmup_steps warmup_ratio save_strategy "
            "save_steps eval_strategy evaluation_strategy eval_steps lr_scheduler_kwargs.min_lr", None),
     "deepspeed": Drop("it is a configuration of its own: lit-fsdp convert deepspeed FILE", OFF),
@@ -76,7 +77,7 @@ def convert_hf_trainer(
             values[key] = read_mapping(key, values[key], folder) if values[key] else None
     first = {"reshard_after_forward": Keep("sharding", SHARDINGS), "limit_all_gathers": Keep("limit_all_gathers")}
     version, table = fsdp_table(values, "2", first)
-    source = Source(conversion, {**_ARGUMENTS, **table}, values)
+    source = Source(conversion, {**ARGUMENTS, **table}, values)
     put_ranks(conversion, ranks, num_nodes)
     cpu = source.take("use_cpu", False)
     conversion.keep(cpu, "trainer.accelerator", "cpu" if cpu.on else "auto")
@@ -85,24 +86,27 @@ def convert_hf_trainer(
     for one in switches:
         if not one.on:
             conversion.drop(one, "it is off")
-    _strategy(conversion, source, version, ranks, cpu.on)
+    put_strategy(conversion, source, version, ranks, cpu.on)
     for word in words:
         put_precision(conversion, word)
-    _loop(conversion, source, values)
+    put_loop(conversion, source, values)
     source.rest()
     for path, value in FILLED_IN.items():
         conversion.put(path, value)
     conversion.put("precision.mode", "fp32")
 
 
-def _strategy(conversion: Conversion, source: Source, version: str, ranks: int | None, on_cpu: bool) -> None:
-    switch = source.take("fsdp", [])
+def put_strategy(
+    conversion: Conversion, source: Source, version: str, ranks: int | None, on_cpu: bool, default: bool = False
+) -> None:
+    """Convert ``fsdp`` and ``fsdp_config``; ``default`` is whether FSDP is on where ``fsdp`` is missing."""
+    switch = source.take("fsdp", default)
     words = [word.lower() for word in switch.read(names)]
     if on_cpu or words in ([], ["false"]):
         put_engine(conversion, "", ranks)
         why = "Transformers trains with DDP on a CPU" if on_cpu else "fsdp is off"
         conversion.say(switch, f"replaced by engine: {conversion.get('engine')} ({why})")
-        source.ignore("fsdp_config.", why)
+        source.ignore("fsdp_config. fsdp_version", why)
         return
     convert_fsdp(conversion, source, version, "full", "TRANSFORMER_BASED_WRAP", 0)
     conversion.put("cpu_ram_efficient_loading", False)
@@ -113,27 +117,33 @@ def _strategy(conversion: Conversion, source: Source, version: str, ranks: int |
         conversion.keep(switch, *choose("fsdp", word, known))
 
 
-def _loop(conversion: Conversion, source: Source, values: dict[str, Any]) -> None:
-    """Convert what several arguments decide together: length, warm-up, checkpoints and validation."""
-    length, epochs = source.take("max_steps", -1), source.take("num_train_epochs", 3)
+def put_loop(
+    conversion: Conversion, source: Source, values: dict[str, Any], default_epochs: int = 3,
+    strategies: tuple[str, str] = ("steps", "no"), rounded: Callable[[float], int] = math.ceil,
+) -> None:  # fmt: skip
+    """Convert what several arguments decide together: length, warm-up, checkpoints and validation.
+
+    ``strategies`` are those of saving and validation by default, and ``rounded`` makes steps of a share of them.
+    """
+    length, epochs = source.take("max_steps", -1), source.take("num_train_epochs", default_epochs)
     total = max(0, length.read(number))
     if total:
         conversion.keep(length, "trainer.max_steps", total)
         conversion.drop(epochs, "max_steps is above it")
     else:
-        conversion.drop(length, "it leaves the length to num_train_epochs")
+        conversion.drop(length, "it leaves the length to the epochs")
         whole, cut = max(1, math.ceil(epochs.read(number))), isinstance(epochs.read(number), float)
         conversion.keep(epochs, "trainer.max_epochs", whole, "whole epochs, or trainer.max_steps", differs=cut)
 
     if str(values.get("lr_scheduler_type")).lower() == "constant":
-        source.ignore("warmup_", "lr_scheduler_type constant does not read it")
+        source.ignore("warmup_", "a constant schedule does not read it")
     warmup, share = source.take("warmup_steps", 0), source.take("warmup_ratio", 0)
     used, other = (warmup, share) if warmup.read(number) else (share, warmup)
     conversion.drop(other, "the other warm-up decides")
     if 0 < used.read(number) < 1 and not total:
         conversion.drop(used, "a share of the steps needs max_steps: set model.optim.warmup_steps", differs=True)
     else:
-        rise = math.ceil(used.read(number) * (total if used.read(number) < 1 else 1))
+        rise = rounded(used.read(number) * (total if used.read(number) < 1 else 1))
         conversion.keep(used, "model.optim.warmup_steps", rise, "the first step has 1/n of the rate instead of 0")
     minimum = source.take("lr_scheduler_kwargs.min_lr")
     if minimum.key:
@@ -144,8 +154,15 @@ def _loop(conversion: Conversion, source: Source, values: dict[str, Any]) -> Non
     old = "evaluation_strategy" if "evaluation_strategy" in values else "eval_strategy"
     logging = values.get("logging_steps") or 500
     for name, default, every, steps_by_default, path, factor in (
-        ("save_strategy", "steps", "save_steps", 500, "checkpoint.every_steps", 1),
-        (old, "no", "eval_steps", logging, "trainer.val_check_interval", batches),  # which counts micro-batches
+        ("save_strategy", strategies[0], "save_steps", 500, "checkpoint.every_steps", 1),
+        (
+            old,
+            strategies[1],
+            "eval_steps",
+            logging,
+            "trainer.val_check_interval",
+            batches,
+        ),  # which counts micro-batches
     ):
         strategy, steps = source.take(name, default), source.take(every, steps_by_default)
         for given in (strategy, steps):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -62,14 +62,18 @@ def under(section: str, table: Table) -> dict[str, Keep | Drop | None]:
 class Source:
     """The keys of a file, taken one by one so that none is forgotten."""
 
-    def __init__(self, conversion: Conversion, table: Table, values: Mapping[str, Any]) -> None:
-        self.conversion, self.table = conversion, table
+    def __init__(
+        self, conversion: Conversion, table: Table, values: Mapping[str, Any], path: str = "",
+        aliases: Mapping[str, str] | None = None,
+    ) -> None:  # fmt: skip
+        self.conversion, self.table, self._aliases = conversion, table, aliases or {}
         self._left: dict[str, Given] = {}
-        self._flatten(values, "", "")
+        self._flatten(values, "", path)
 
     def _flatten(self, values: Mapping[str, Any], section: str, path: str) -> None:
         for key, value in values.items():
             name = str(key).removeprefix(_PREFIXES.get(section, ""))
+            name = name if section else self._aliases.get(name, name)
             name, written = f"{section}.{name}".lstrip("."), f"{path}.{key}".lstrip(".")
             if value is None or value == {}:
                 self.conversion.drop(Given(written, value), "it is null or empty: the default holds")
@@ -121,3 +125,29 @@ class Source:
             conversion.drop(given, f"with {shown(value)} the default holds")
         else:
             conversion.keep(given, row.to, read, row.why)
+
+
+def put_data_sets(
+    conversion: Conversion, given: Given, to: str, name: str, begin: Callable[[str, str, dict[str, Any]], Source]
+) -> None:
+    """Convert a data set, or a list of them, to the sources at ``to``; ``name`` is the key of a location.
+
+    ``begin`` gets the key of a data set, where it goes and its values, and returns what a table can convert.
+    """
+    found: list[dict[str, Any]] = []
+    listed = isinstance(given.value, list)
+    for index, entry in enumerate(given.value if listed else [given.value]):
+        key, own = f"{given.key}.{index}" if listed else given.key, f"{to}.{index}"
+        require(isinstance(entry, dict) and entry, key, repr(entry), "a mapping", f"write {key}: {{{name}: NAME}}")
+        source = begin(key, own, entry)
+        where, subset, split, files = parts = [source.take(part) for part in (name, "name", "split", "data_files")]
+        require(where.value, f"{key}.{name}", where.value, "a name or a file", f"write {name}: NAME")
+        locations = files.value if isinstance(files.value, list) else [files.value or where.value]
+        if not files.key and (subset.key or split.value not in (None, "train")):
+            words = (where.value, subset.value, split.value or "train")
+            locations = [":".join(str(word) for word in words if word)]
+        for part in parts:
+            conversion.say(part, f"kept as {own}.source: {', '.join(locations)}")
+        source.rest()
+        found += [{"source": location, **(conversion.get(own) or {})} for location in locations]
+    conversion.recipe.setdefault("data", {})[to.removeprefix("data.")] = found
