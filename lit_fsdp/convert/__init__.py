@@ -1,4 +1,4 @@
-"""Configurations of Accelerate, Transformers and DeepSpeed as recipes, with the fate of every key; without torch."""
+"""Configurations of other libraries as recipes, with the fate of every key; without torch."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ from pathlib import Path
 
 from lit_fsdp.config.parser import load_recipe
 from lit_fsdp.convert.accelerate import convert_accelerate
+from lit_fsdp.convert.axolotl import convert_axolotl
 from lit_fsdp.convert.conversion import STRATEGY, Conversion, Given, read_mapping
 from lit_fsdp.convert.deepspeed import convert_deepspeed, put_ranks
 from lit_fsdp.convert.hf_trainer import convert_hf_trainer
+from lit_fsdp.convert.torchtune import convert_torchtune
 from lit_fsdp.errors import ConfigError, require
 
-FORMATS = ("accelerate", "hf-trainer", "deepspeed")
+FORMATS = ("accelerate", "hf-trainer", "deepspeed", "axolotl", "torchtune")
+_OTHERS = {"deepspeed": convert_deepspeed, "axolotl": convert_axolotl, "torchtune": convert_torchtune}
 _NEEDED = (
     "model.name", "data.train", "data.max_seq_length", "data.global_batch_size data.micro_batch_size", "model.optim",
     "trainer.max_steps trainer.max_epochs",
@@ -23,7 +26,7 @@ _ONE_NODE = {"hybrid_shard": "full_shard", "hybrid_shard_zero2": "shard_grad_op"
 def convert_file(kind: str, path: Path, ranks: int | None = None, num_nodes: int = 1) -> Conversion:
     """Convert a configuration file to a recipe, with what became of each of its keys.
 
-    ``ranks`` and ``num_nodes`` are those of the run, which the files of Transformers and DeepSpeed do not hold.
+    ``ranks`` and ``num_nodes`` are those of the run, which only the files of Accelerate hold.
 
     Raises:
         ConfigError: The file cannot be read, a value is none the library accepts, or values do not go together.
@@ -36,7 +39,7 @@ def convert_file(kind: str, path: Path, ranks: int | None = None, num_nodes: int
         convert_hf_trainer(conversion, values, path.parent, ranks, num_nodes)
     else:
         put_ranks(conversion, ranks, num_nodes)
-        convert_deepspeed(conversion, values, ranks)
+        _OTHERS[kind](conversion, values, ranks)
     _finish(conversion)
     missing = [" or ".join(paths.split()) for paths in _NEEDED if not any(map(conversion.get, paths.split()))]
     autos = dict.fromkeys(fate.key for fate in conversion.fates if "(auto: " in fate.text)

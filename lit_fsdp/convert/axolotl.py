@@ -1,0 +1,184 @@
+"""Axolotl's YAML, which holds arguments of the Transformers Trainer, some of them by other names."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from lit_fsdp.convert.accelerate import fsdp_table
+from lit_fsdp.convert.conversion import STRATEGY, Conversion, Given, names, number
+from lit_fsdp.convert.deepspeed import put_precision
+from lit_fsdp.convert.hf_trainer import ARGUMENTS, put_loop, put_strategy
+from lit_fsdp.convert.tables import FILLED_IN, OFF, Drop, Keep, Source, Table, put_data_sets, rows
+from lit_fsdp.errors import require
+
+_ALIASES = {
+    "base_model": "model_name_or_path", "micro_batch_size": "per_device_train_batch_size", "optimizer": "optim",
+    "num_epochs": "num_train_epochs", "lr_scheduler": "lr_scheduler_type", "sequence_len": "max_seq_length",
+    "cosine_min_lr_ratio": "lr_scheduler_kwargs.min_lr_rate",
+}  # fmt: skip
+_DEFAULTS = {**FILLED_IN, "data.max_seq_length": 512, "data.truncation": "drop", "data.micro_batch_size": 1,
+             "checkpoint.keep_last": 4, "model.optim.schedule": "cosine"}  # fmt: skip
+_FORMATS = {"chat_template": "messages", "sharegpt": "sharegpt", "alpaca": "instruction", "completion": "text",
+            "pretrain": "text"}  # fmt: skip
+_TEMPLATES = {"tokenizer_default": None, "chatml": "chatml", "llama3": "llama3", "gemma": "gemma"}
+_OFFLOAD = {"mode": "full", "offload_activations": True}
+_KEPT = {
+    "tokenizer_config": "model.tokenizer", "trust_remote_code": "model.trust_remote_code", "tokens": "model.add_tokens",
+    "overrides_of_model_config": "model.config_overrides", "neftune_noise_alpha": "model.neftune_alpha",
+    "lora_r": "model.lora.r", "lora_alpha": "model.lora.alpha", "lora_dropout": "model.lora.dropout",
+    "lora_target_modules": "model.lora.target_modules", "lora_modules_to_save": "model.lora.modules_to_save",
+    "peft_use_dora": "model.lora.use_dora", "peft_use_rslora": "model.lora.use_rslora",
+    "rl_beta": "model.preference.beta", "orpo_alpha": "model.preference.beta",
+    "simpo_gamma": "model.preference.gamma", "dpo_label_smoothing": "model.preference.label_smoothing",
+    "train_on_inputs": "data.train_on_prompt", "context_parallel_size": "context_parallel",
+    "sequence_parallel_degree": "context_parallel", "dp_shard_size": "shard_degree",
+    "dp_replicate_size": "replicate_degree",
+}  # fmt: skip
+_MASKS: Table = {
+    "chat_template": Keep("data.chat_template", _TEMPLATES, other="there is no such named template here: name a file, "
+                          "or leave data.chat_template out if the tokenizer has it"),
+    "roles_to_train": Drop("the assistant's turns are supervised", "['assistant'] assistant"),
+    **rows("train_on_eos train_on_eot", Drop("the end of every supervised turn is supervised, no other", "turn")),
+    "eot_tokens": Drop("the template says where turns end"),
+}  # fmt: skip
+_AXOLOTL: Table = {
+    **ARGUMENTS,
+    **rows("rl adapter load_in_4bit lora_target_linear datasets test_datasets pretraining_dataset", None),
+    **{theirs: Keep(ours) for theirs, ours in _KEPT.items()},
+    **_MASKS,
+    "optim": Drop("AdamW is the optimizer here", "adamw_torch adamw_torch_fused adamw_hf paged_adamw_32bit"),
+    "sample_packing": Keep("data.packing", why="micro_batch_size counts packs, of as many tokens as there"),
+    "excess_length_strategy": Keep("data.truncation", {"drop": "drop", "truncate": "end", "raise": "error"}),
+    "val_set_size": Keep("data.val_split", lambda key, value: number(key, value) or None),
+    "evals_per_epoch": Keep("trainer.val_check_interval", lambda key, value: 1 / max(1, number(key, value))),
+    "saves_per_epoch": Drop("checkpoint.every_steps counts steps; the end and the best validation are saved"),
+    "gradient_checkpointing": Keep("activation_checkpointing", {"true": {"mode": "full"}, "false": None,
+                                   "offload": _OFFLOAD, "offload_disk": _OFFLOAD}),
+    "fsdp_version": Keep("engine", {"1": "fsdp1", "2": "fsdp2"}),
+    "special_tokens.pad_token": Drop("padding is never supervised"),
+    "special_tokens.*": Drop("the tokenizer's own hold: change them in a folder, as model.tokenizer", "none"),
+    "tensor_parallel_size": Drop("no tensor is split here", "1"),
+    "plugins": Drop("the model and its loss are computed in one way here", "['axolotl.integrations.liger.ligerplugin'] "
+                    "['axolotl.integrations.cut_cross_entropy.cutcrossentropyplugin']"),
+    **rows("pad_to_sequence_len sample_packing_* eval_sample_packing batch_flattening lora_*_kernel unsloth_* liger_* "
+           "cut_cross_entropy flash_attn_* flash_attention sdp_attention flex_attention xformers_attention "
+           "eager_attention attn_implementation heads_k_stride ring_attn_func fsdp_final_state_dict_type "
+           "fsdp_config.final_state_dict_type fsdp_config.cpu_offload_pin_memory",
+           Drop("it changes speed, memory and files, not what is computed")),
+    **rows("shuffle_merged_datasets dataset_prepared_path dataset_processes model_type tokenizer_type is_* strict "
+           "wandb_* mlflow_* comet_* use_* hf_*", Drop("model, data, trainer.logger and the command decide")),
+    **rows("load_in_8bit lora_* peft_* loraplus_* relora* bnb_config_kwargs s2_attention rpo_alpha cpo_alpha trl qat "
+           "fp8 float16 bfloat16 gptq early_stopping_patience loss_watchdog_* embedding_lr* lr_groups batch_size "
+           "base_model_config revision_of_model unfrozen_parameters default_system_message chat_template_jinja "
+           "dataset_exact_deduplication curriculum_sampling activation_offloading",
+           Drop("there is no such choice here, or by another key", OFF)),
+}  # fmt: skip
+
+
+def convert_axolotl(conversion: Conversion, values: dict[str, Any], ranks: int | None) -> None:
+    """Convert a configuration of Axolotl."""
+    require(values.get("base_model"), "base_model", "none", "a name or a folder", "write base_model: NAME")
+    parts = values.get("context_parallel_size") or values.get("sequence_parallel_degree") or 1
+    version, table = fsdp_table(values, str(values.get("fsdp_version") or (1 if parts == 1 else 2)), {})
+    source = Source(conversion, {**table, **_AXOLOTL}, values, aliases=_ALIASES)
+    _data(conversion, source)
+    put_strategy(conversion, source, version, ranks, False, bool(values.get("fsdp_config")) or parts != 1)
+    _adapter(conversion, source)
+    _precision(conversion, source)
+    values = {_ALIASES.get(key, key): value for key, value in values.items()}
+    total = max(0, number("max_steps", values.get("max_steps") or 0))
+    if values.get("lr_scheduler_type") != "constant" and not (values.get("warmup_steps") or values.get("warmup_ratio")):
+        rise = Given("warmup_steps (by default 3 % of the steps, 100 at most)", min(int(0.03 * total), 100))
+        conversion.keep(rise, "model.optim.warmup_steps", rise.value, "" if total else "set it", differs=not total)
+    save, evaluate = ("steps" if values.get(key) else "epoch" for key in ("save_steps", "eval_steps"))
+    put_loop(conversion, source, values, 1, (save, evaluate), math.floor)
+    source.rest()
+    for path, value in _DEFAULTS.items():
+        conversion.put(path, value)
+    if conversion.get("model.lora.quantize") and conversion.get("engine") == "fsdp1":
+        conversion.get(STRATEGY).update(engine="fsdp2", backward_prefetch="pre")
+        conversion.say(Given("adapter", None), "replaced by engine: fsdp2 (fsdp1 has no base in 4 bits)")
+
+
+def _data(conversion: Conversion, source: Source) -> None:
+    loss = source.take("rl")
+    if loss.key:
+        conversion.put("model.class_path", "lit_fsdp.PreferenceModule")
+        word = loss.read({word: word for word in ("dpo", "ipo", "orpo", "simpo")})
+        penalty = word == "simpo" and number("cpo_alpha", source.take("cpo_alpha", 1).value) != 0
+        note = "without the plain loss that cpo_alpha adds, 1 by default" if penalty else ""
+        conversion.keep(loss, "model.preference.loss", word, note, differs=penalty)
+
+    def begin(key: str, own: str, entry: dict[str, Any]) -> Source:
+        found = Source(conversion, _of_data_set(own, "prompt" if loss.key else "messages"), entry, key)
+        kind = found.take("type", "chat_template")
+        word = str(kind.value).partition(":")[0].partition(".")[0]
+        form = "preference" if loss.key else _FORMATS.get(word, "auto")
+        is_text = form == "text"
+        differs = not is_text and word not in ("chat_template", "sharegpt")
+        why = (
+            "" if is_text else "the chat template writes the turns, and nothing else" if differs else "by its template"
+        )
+        conversion.keep(kind, f"{own}.format", form, why, differs)
+        return found
+
+    for name, to in (("datasets", "data.train"), ("pretraining_dataset", "data.train"), ("test_datasets", "data.val")):
+        given = source.take(name)
+        if given.key:
+            put_data_sets(conversion, given, to, "path", begin)
+
+
+def _of_data_set(own: str, messages: str) -> Table:
+    """The rows of one data set, which goes to ``own``."""
+    columns, turns = ("system", "tools", "chosen", "rejected"), ("role", "content", "reasoning_content", "tool_calls")
+    return {
+        "type": None,
+        **{f"message_property_mappings.{name}": Keep(f"{own}.turns.{name}") for name in turns},
+        **{f"field_{name}": Keep(f"{own}.columns.{name}") for name in columns},
+        "message_field_training": Keep(f"{own}.turns.train"),
+        "roles": Keep(f"{own}.turns.roles", _roles),
+        "field_messages": Keep(f"{own}.columns.{messages}"),
+        "field": Keep(f"{own}.columns.text"),
+        "revision": Keep(f"{own}.revision"),
+        "ds_type": Drop("the ending of a file says it"),
+        **_MASKS,
+    }
+
+
+def _roles(key: str, value: Any) -> dict[str, str] | None:
+    """The source's roles with ours, where they are not alike."""
+    require(isinstance(value, dict), key, repr(value), "a mapping of lists", f"write {key}: {{user: [human]}}")
+    return {theirs: ours for ours, found in value.items() for theirs in names(key, found) if theirs != ours} or None
+
+
+def _adapter(conversion: Conversion, source: Source) -> None:
+    adapter, bits, linear = (source.take(name, False) for name in ("adapter", "load_in_4bit", "lora_target_linear"))
+    for given in (bits, linear):
+        if not (adapter.key and given.on):
+            conversion.drop(given, "it is off, or there is no adapter")
+    if not adapter.key:
+        source.ignore("lora_ peft_ loraplus_ bnb_config_kwargs", "there is no adapter")
+        return
+    conversion.say(adapter, "kept as model.lora")
+    conversion.put("model.lora", {"r": 8, "alpha": 8})  # as peft has them
+    if adapter.read({"lora": bits.on, "qlora": True}):
+        conversion.keep(bits, "model.lora.quantize", "nf4")
+        conversion.put("model.lora.double_quantization", True)
+    if linear.on:
+        conversion.keep(linear, "model.lora.target_modules", "all-linear")
+        conversion.drop(source.take("lora_target_modules"), "lora_target_linear has them too")
+
+
+def _precision(conversion: Conversion, source: Source) -> None:
+    """Convert the switches; bf16 is on by default, and weights are loaded in it, which FSDP alone trains in fp32."""
+    fp16, bf16 = source.take("fp16", False), source.take("bf16", "auto")
+    is_on = bf16.value in ("auto", "full") or bf16.on
+    first = fp16.on and (bf16.value == "auto" or not is_on)
+    conversion.drop(bf16 if first else fp16, "it is off, or the other precision decides")
+    if not is_on or first or conversion.get("model.lora") or conversion.get("engine").startswith("fsdp"):
+        word = "fp16" if first else "bf16" if is_on else "no"
+        put_precision(conversion, Given(fp16.key if first else bf16.key, word))
+    else:
+        note = "the weights that it updates are bf16; precision: mixed keeps them in fp32"
+        conversion.keep(bf16, "precision.mode", "low_precision", note)

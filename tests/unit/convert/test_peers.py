@@ -1,0 +1,176 @@
+"""Configurations of Axolotl and torchtune: usual files, what is learned in them, and refusals."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from lit_fsdp.config.parser import load_recipe
+from lit_fsdp.convert.conversion import Conversion
+from lit_fsdp.errors import ConfigError
+from tests.unit.convert.inputs import convert, strategy
+
+CHAT = {"path": "org/chats", "type": "chat_template"}
+LOOP = "{micro_batch_size: 2, gradient_accumulation_steps: 4, learning_rate: 2e-5, max_steps: 400}"
+AXOLOTL = {
+    "full": """{base_model: meta-llama/Llama-3.1-8B, output_dir: ./out, sequence_len: 8192, sample_packing: true,
+        datasets: [{path: data/rows.jsonl, ds_type: json, type: chat_template, field_messages: dialog,
+            message_property_mappings: {role: from, content: value}, roles: {user: [human], assistant: [gpt]},
+            roles_to_train: [assistant], train_on_eos: turn},
+            {path: org/more, name: small, split: test, type: completion}],
+        test_datasets: [{path: org/chats, split: validation, type: chat_template}], pad_to_sequence_len: true,
+        num_epochs: 1, optimizer: adamw_torch, lr_scheduler: cosine, bf16: auto, tf32: false, fsdp_version: 2,
+        gradient_checkpointing: offload, flash_attention: true, warmup_ratio: 0.1, eval_steps: 50, save_steps: 100,
+        save_total_limit: 2, weight_decay: 0.0, wandb_project: null, context_parallel_size: 2,
+        fsdp_config: {offload_params: false, state_dict_type: SHARDED_STATE_DICT, reshard_after_forward: true,
+            auto_wrap_policy: TRANSFORMER_BASED_WRAP, transformer_layer_cls_to_wrap: LlamaDecoderLayer},
+        special_tokens: {pad_token: <|end_of_text|>}}""",
+    "qlora": """{base_model: Qwen/Qwen3-8B, load_in_4bit: true, load_in_8bit: false, adapter: qlora, val_set_size: 0.05,
+        datasets: [{path: org/chats, type: chat_template}], lora_r: 32, lora_alpha: 64, lora_dropout: 0.05,
+        lora_target_linear: true, evals_per_epoch: 4, saves_per_epoch: 1, fsdp: [full_shard, auto_wrap],
+        fsdp_config: {fsdp_limit_all_gathers: true, fsdp_sync_module_states: true, fsdp_offload_params: true,
+            fsdp_use_orig_params: false, fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP,
+            fsdp_transformer_layer_cls_to_wrap: Qwen3DecoderLayer, fsdp_sharding_strategy: FULL_SHARD}}""",
+    "dpo": """{base_model: meta-llama/Meta-Llama-3-8B-Instruct, chat_template: llama3, rl: dpo, rl_beta: 0.2,
+        datasets: [{path: org/pairs, type: chat_template.default, field_messages: conversation, field_chosen: chosen,
+            field_rejected: rejected}],
+        adapter: lora, lora_r: 8, lora_alpha: 16, lora_target_modules: [q_proj, v_proj]}""",
+}
+TORCHTUNE = {
+    "full": """{output_dir: /tmp/full, seed: null, shuffle: True, batch_size: 2, epochs: 3, max_steps_per_epoch: null,
+        tokenizer: {_component_: torchtune.models.llama3.llama3_tokenizer, path: /tmp/M/t.model, max_seq_len: 4096},
+        dataset: {_component_: torchtune.datasets.chat_dataset, source: json, data_files: data/chats.json, packed: true,
+            conversation_column: dialog, conversation_style: sharegpt, split: train},
+        model: {_component_: torchtune.models.llama3_1.llama3_1_8b}, resume_from_checkpoint: False,
+        checkpointer: {_component_: torchtune.training.FullModelHFCheckpointer, checkpoint_dir: /tmp/M/,
+            checkpoint_files: [a.safetensors], recipe_checkpoint: null, output_dir: "${output_dir}"},
+        gradient_accumulation_steps: 8, optimizer: {_component_: torch.optim.AdamW, fused: True, lr: 2e-5},
+        loss: {_component_: torchtune.modules.loss.LinearCrossEntropyLoss}, clip_grad_norm: null, compile: False,
+        device: cuda, dtype: bf16, enable_activation_checkpointing: True, enable_activation_offloading: False,
+        custom_sharded_layers: [tok_embeddings, output], fsdp_cpu_offload: True, log_every_n_steps: 1,
+        metric_logger: {_component_: torchtune.training.metric_logging.DiskLogger,
+            log_dir: "${checkpointer.output_dir}/logs"},
+        profiler: {_component_: torchtune.training.setup_torch_profiler, enabled: False}}""",
+    "qlora": """{tokenizer: {_component_: torchtune.models.llama3.llama3_tokenizer, max_seq_len: 1024}, batch_size: 1,
+        dataset: {_component_: torchtune.datasets.instruct_dataset, source: org/rows, column_map: {input: question}},
+        model: {_component_: torchtune.models.llama3_1.qlora_llama3_1_8b, lora_attn_modules: [q_proj, output_proj],
+            apply_lora_to_mlp: True, apply_lora_to_output: False, lora_rank: 4, lora_alpha: 8, lora_dropout: 0.0},
+        checkpointer: {checkpoint_dir: /tmp/M}, epochs: 2, max_steps_per_epoch: 50,
+        optimizer: {_component_: torch.optim.AdamW, lr: 3e-4, weight_decay: 0.05}, lr_scheduler: {num_warmup_steps: 10,
+            _component_: torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup}}""",
+    "dpo": """{tokenizer: {_component_: torchtune.models.llama3.llama3_tokenizer, max_seq_len: 1024}, batch_size: 4,
+        dataset: {_component_: torchtune.datasets.preference_dataset, source: data/pairs.jsonl,
+            column_map: {chosen: good, rejected: bad}},
+        model: {_component_: torchtune.models.llama3_1.lora_llama3_1_8b, lora_attn_modules: [q_proj]},
+        checkpointer: {checkpoint_dir: /tmp/M}, gradient_accumulation_steps: 2, epochs: 1,
+        loss: {_component_: torchtune.rlhf.loss.DPOLoss, beta: 0.05, label_smoothing: 0}}""",
+}
+ALPACA = {"_component_": "torchtune.datasets.alpaca_dataset"}
+
+
+def _usual(kind: str, name: str, ranks: int | None = 4) -> Conversion:
+    text = {"axolotl": AXOLOTL, "torchtune": TORCHTUNE}[kind][name]
+    return convert(kind, {**(yaml.safe_load(LOOP) if kind == "axolotl" else {}), **yaml.safe_load(text)}, ranks)
+
+
+def test_usual_files_become_recipes_that_load(tmp_path: Path) -> None:
+    for kind, files in (("axolotl", AXOLOTL), ("torchtune", TORCHTUNE)):
+        for name in files:
+            found = _usual(kind, name)
+            differs = [str(fate) for fate in found.fates if fate.differs]
+            assert differs == [], name
+            (tmp_path / "out.yaml").write_text(found.as_yaml(name))
+            load_recipe(["--config", str(tmp_path / "out.yaml")], "fit")
+
+
+def test_axolotl() -> None:
+    found = _usual("axolotl", "full")
+    ours, recipe = strategy(found), found.recipe
+    assert (ours["engine"], ours["sharding"], ours["context_parallel"]) == ("fsdp2", "full_shard", 2)
+    assert ours["activation_checkpointing"] == {"mode": "full", "offload_activations": True}
+    assert ours["precision"] == {"mode": "mixed", "reduce_dtype": "bf16"}
+    turns = {"role": "from", "content": "value", "roles": {"human": "user", "gpt": "assistant"}}
+    assert recipe["data"]["train"] == [
+        {"source": "data/rows.jsonl", "format": "messages", "columns": {"messages": "dialog"}, "turns": turns},
+        {"source": "org/more:small:test", "format": "text"},
+    ]
+    assert recipe["data"]["val"] == [{"source": "org/chats:validation", "format": "messages"}]
+    # rows that are too long are left out there
+    assert (recipe["data"]["truncation"], recipe["data"]["packing"]) == ("drop", True)
+    assert recipe["model"]["optim"]["warmup_steps"] == 40
+    assert (recipe["trainer"]["max_steps"], recipe["trainer"]["val_check_interval"]) == (400, 200)
+    assert recipe["checkpoint"] == {"every_steps": 100, "keep_last": 2}
+    found = _usual("axolotl", "qlora")
+    assert strategy(found)["engine"] == "fsdp2"
+    assert found.recipe["model"]["lora"] == {"r": 32, "alpha": 64, "dropout": 0.05, "target_modules": "all-linear",
+                                             "quantize": "nf4", "double_quantization": True}  # fmt: skip
+    assert found.recipe["trainer"]["val_check_interval"] == 0.25
+    assert found.recipe["model"]["optim"]["warmup_steps"] == 12  # 3 % of 400
+    model = _usual("axolotl", "dpo").recipe["model"]
+    assert (model["class_path"], model["preference"]) == ("lit_fsdp.PreferenceModule", {"loss": "dpo", "beta": 0.2})
+
+
+def test_torchtune() -> None:
+    found = _usual("torchtune", "full")
+    ours, recipe = strategy(found), found.recipe
+    assert (ours["engine"], ours["precision"], ours["cpu_offload"]) == ("fsdp2", "low_precision", True)
+    columns = {"messages": "dialog"}
+    assert recipe["data"]["train"] == [{"source": "data/chats.json", "format": "messages", "columns": columns}]
+    assert (recipe["data"]["train_on_prompt"], recipe["data"]["chat_template"]) == (False, "llama3")
+    # no schedule there is a constant rate, and decay is that of torch.optim.AdamW
+    optim = {"lr": 2e-5, "schedule": "constant", "weight_decay": 0.01, "beta2": 0.999}
+    assert recipe["model"] == {"name": "/tmp/M/", "optim": optim}
+    assert recipe["trainer"]["default_root_dir"] == "/tmp/full"
+    found = _usual("torchtune", "qlora", 1)
+    assert strategy(found)["engine"] == "single"
+    assert found.recipe["trainer"]["max_steps"] == 100
+    assert found.recipe["data"]["train"][0]["columns"] == {"instruction": "question"}
+    assert found.recipe["model"]["lora"]["target_modules"] == ["q_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    preference = {"loss": "dpo", "beta": 0.05, "label_smoothing": 0}
+    assert _usual("torchtune", "dpo").recipe["model"]["preference"] == preference
+
+
+def test_what_does_not_names_the_key() -> None:
+    axolotl: dict[str, Any] = {"base_model": "m", "warmup_steps": 1, **yaml.safe_load(LOOP), "datasets": [CHAT]}
+    tune = yaml.safe_load(TORCHTUNE["dpo"]) | {"loss": {"_component_": "torch.nn.CrossEntropyLoss"}}
+    for kind, given, line in (
+        ("axolotl", {"datasets": [{**CHAT, "type": "alpaca"}]}, "datasets.0.type: kept as data.train.0.format: instr"),
+        ("axolotl", {"datasets": [CHAT, {**CHAT, "train_on_eos": "all"}]},
+         "datasets.1.train_on_eos: dropped because the end of every supervised turn is supervised, no other"),
+        ("axolotl", {"warmup_steps": None, "max_steps": None}, "warmup_steps (by default 3 % of the steps, 100"),
+        ("axolotl", {"optimizer": "adamw_bnb_8bit"}, "optimizer: dropped because AdamW is the optimizer here"),
+        ("axolotl", {"tensor_parallel_size": 2}, "tensor_parallel_size: dropped because no tensor is split here"),
+        ("axolotl", {"sample_paking": True}, "sample_paking: dropped because there is no such key; the nearest is s"),
+        ("torchtune", {"dataset": ALPACA}, "dataset._component_: kept as data.train.0.format: instruction (the chat"),
+        ("torchtune", {"teacher": 1}, "teacher: dropped because there is no such key"),
+    ):  # fmt: skip
+        found = convert(kind, {**(axolotl if kind == "axolotl" else tune), **given})
+        differs = [str(fate) for fate in found.fates if fate.differs]
+        assert [one[: len(line)] for one in differs] == [line]
+    # whether prompts are supervised by default
+    assert convert("torchtune", {**tune, "dataset": ALPACA}).recipe["data"]["train_on_prompt"] is True
+    full = convert("axolotl", axolotl)
+    assert strategy(full)["precision"] == "low_precision"
+    assert "train_on_prompt" not in full.recipe["data"]
+
+
+def test_refusals_name_the_key() -> None:
+    base, tune = {"base_model": "m"}, yaml.safe_load(TORCHTUNE["dpo"])
+    for kind, given, field in (
+        ("axolotl", {"datasets": [CHAT]}, "base_model"),
+        ("axolotl", {**base, "datasets": [{"type": "alpaca"}]}, "datasets.0.path"),
+        ("axolotl", {**base, "datasets": ["org/chats"]}, "datasets.0"),
+        ("axolotl", {**base, "rl": "grpo"}, "rl"),
+        ("axolotl", {**base, "adapter": "llama-adapter"}, "adapter"),
+        ("torchtune", {"batch_size": 2}, "model._component_"),
+        ("torchtune", {**tune, "output_dir": "${there}"}, "there"),
+        ("torchtune", {**tune, "output_dir": "${output_dir}"}, "output_dir"),
+        ("torchtune", {**tune, "dtype": "fp16"}, "dtype"),
+        ("torchtune", {**tune, "dataset": [ALPACA, {**ALPACA, "train_on_input": False}]}, "dataset.1.train_on_input"),
+    ):
+        with pytest.raises(ConfigError) as error:
+            convert(kind, given)
+        assert error.value.field == field
