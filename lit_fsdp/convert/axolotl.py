@@ -72,7 +72,7 @@ _AXOLOTL: Table = {
            "fp8 float16 bfloat16 gptq early_stopping_patience loss_watchdog_* embedding_lr* lr_groups batch_size "
            "base_model_config revision_of_model unfrozen_parameters default_system_message chat_template_jinja "
            "dataset_exact_deduplication curriculum_sampling activation_offloading",
-           Drop("there is no such choice here, or by another key", OFF)),
+           Drop("there is no such choice here", OFF)),
 }  # fmt: skip
 
 
@@ -92,7 +92,7 @@ def convert_axolotl(conversion: Conversion, values: dict[str, Any], ranks: int |
         rise = Given("warmup_steps (by default 3 % of the steps, 100 at most)", min(int(0.03 * total), 100))
         conversion.keep(rise, "model.optim.warmup_steps", rise.value, "" if total else "set it", differs=not total)
     save, evaluate = ("steps" if values.get(key) else "epoch" for key in ("save_steps", "eval_steps"))
-    put_loop(conversion, source, values, 1, (save, evaluate), math.floor)
+    put_loop(conversion, source, values, 1, save, evaluate, math.floor)
     source.rest()
     for path, value in _DEFAULTS.items():
         conversion.put(path, value)
@@ -115,11 +115,8 @@ def _data(conversion: Conversion, source: Source) -> None:
         kind = found.take("type", "chat_template")
         word = str(kind.value).partition(":")[0].partition(".")[0]
         form = "preference" if loss.key else _FORMATS.get(word, "auto")
-        is_text = form == "text"
-        differs = not is_text and word not in ("chat_template", "sharegpt")
-        why = (
-            "" if is_text else "the chat template writes the turns, and nothing else" if differs else "by its template"
-        )
+        differs = form != "text" and word not in ("chat_template", "sharegpt")
+        why = "the chat template writes the turns, and nothing else" if differs else ""
         conversion.keep(kind, f"{own}.format", form, why, differs)
         return found
 

@@ -119,11 +119,11 @@ def put_strategy(
 
 def put_loop(
     conversion: Conversion, source: Source, values: dict[str, Any], default_epochs: int = 3,
-    strategies: tuple[str, str] = ("steps", "no"), rounded: Callable[[float], int] = math.ceil,
+    save: str = "steps", evaluate: str = "no", rounded: Callable[[float], int] = math.ceil,
 ) -> None:  # fmt: skip
     """Convert what several arguments decide together: length, warm-up, checkpoints and validation.
 
-    ``strategies`` are those of saving and validation by default, and ``rounded`` makes steps of a share of them.
+    ``save`` and ``evaluate`` are the strategies by default, and ``rounded`` makes steps of a share of them.
     """
     length, epochs = source.take("max_steps", -1), source.take("num_train_epochs", default_epochs)
     total = max(0, length.read(number))
@@ -154,15 +154,8 @@ def put_loop(
     old = "evaluation_strategy" if "evaluation_strategy" in values else "eval_strategy"
     logging = values.get("logging_steps") or 500
     for name, default, every, steps_by_default, path, factor in (
-        ("save_strategy", strategies[0], "save_steps", 500, "checkpoint.every_steps", 1),
-        (
-            old,
-            strategies[1],
-            "eval_steps",
-            logging,
-            "trainer.val_check_interval",
-            batches,
-        ),  # which counts micro-batches
+        ("save_strategy", save, "save_steps", 500, "checkpoint.every_steps", 1),
+        (old, evaluate, "eval_steps", logging, "trainer.val_check_interval", batches),  # which counts micro-batches
     ):
         strategy, steps = source.take(name, default), source.take(every, steps_by_default)
         for given in (strategy, steps):

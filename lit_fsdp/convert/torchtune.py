@@ -23,12 +23,12 @@ _KEPT = {
     "gradient_accumulation_steps": "trainer.accumulate_grad_batches", "clip_grad_norm": "trainer.gradient_clip_val",
     "seed": "seed_everything", "shuffle": "data.shuffle", "output_dir": "trainer.default_root_dir",
     "log_every_n_steps": "trainer.log_every_n_steps", "tokenizer.max_seq_len": "data.max_seq_length",
-    "optimizer.lr": "model.optim.lr", "optimizer.weight_decay": "model.optim.weight_decay",
+    "optimizer.lr": "model.optim.lr",
     "optimizer.betas": "model.optim.beta1 model.optim.beta2", "optimizer.eps": "model.optim.eps",
     "lr_scheduler.num_warmup_steps": "model.optim.warmup_steps", "loss.beta": "model.preference.beta",
     "loss.label_smoothing": "model.preference.label_smoothing", "checkpointer.checkpoint_dir": "model.name",
     "save_every_n_steps": "checkpoint.every_steps", "enable_async_checkpointing": "checkpoint.async_save",
-    "fsdp_cpu_offload": "cpu_offload", "data_parallel_shard_dim": "shard_degree", "compile": "compile",
+    "fsdp_cpu_offload": "cpu_offload", "data_parallel_shard_dim": "shard_degree",
     "data_parallel_replicate_dim": "replicate_degree", "context_parallel_dim": "context_parallel",
     "enable_activation_offloading": "activation_checkpointing.offload_activations", "model.lora_rank": "model.lora.r",
     "model.lora_alpha": "model.lora.alpha", "model.lora_dropout": "model.lora.dropout",
@@ -39,9 +39,11 @@ _TORCHTUNE: Table = {
            "dataset_val epochs max_steps_per_epoch loss._component_ dtype", None),
     **{theirs: Keep(ours) for theirs, ours in _KEPT.items()},
     "model.quantize_base": Keep("model.lora.quantize", {"true": "nf4", "false": None}),
+    "compile": Keep("compile", lambda key, value: any(value.values()) if isinstance(value, dict) else value),
     "device": Keep("trainer.accelerator", {"cuda": "gpu", "cpu": "cpu", "mps": "mps"}),
     "enable_activation_checkpointing": Keep("activation_checkpointing.mode", {"true": "full", "false": None}),
     "fsdp_reshard_after_forward": Keep("sharding", {"true": "full_shard", "false": "shard_grad_op"}),
+    "optimizer.weight_decay": Keep("model.optim.weight_decay", why="decays matrices only"),
     "optimizer._component_": Drop("AdamW is the optimizer here", "torch.optim.adamw"),
     "optimizer.*": Drop("it is torch's fused AdamW"),
     "lr_scheduler._component_": Drop("there is no such schedule here", f"torchtune.training.lr_schedulers.{_COSINE} "
@@ -59,7 +61,7 @@ _TORCHTUNE: Table = {
     **rows("custom_sharded_layers memory_efficient_fsdp_wrap ac_* low_cpu_ram optimizer_in_bwd cudnn* fsdp_* "
            "loss.num_output_chunks cp_rotate_method", Drop("it changes speed and memory, not what is computed")),
     **rows("tensor_parallel_plan loss.* collate_fn quantizer enable_fp8_training",
-           Drop("there is no such choice here, or by another key", OFF)),
+           Drop("there is no such choice here", OFF)),
 }  # fmt: skip
 
 
@@ -79,9 +81,7 @@ def convert_torchtune(conversion: Conversion, values: dict[str, Any], ranks: int
     if cut.key:
         for given in (epochs, cut):
             total = int(epochs.read(number) * cut.read(number))
-            conversion.keep(
-                given, "trainer.max_steps", total, "epochs * max_steps_per_epoch, without cuts of the order"
-            )
+            conversion.keep(given, "trainer.max_steps", total, "epochs * max_steps_per_epoch, in one order")
     else:
         conversion.keep(epochs, "trainer.max_epochs", int(epochs.read(number)))
     source.rest()
@@ -128,7 +128,8 @@ def _model(conversion: Conversion, source: Source) -> None:
     targets += [one for switch, found in switches.items() if switch.on for one in found]
     for given in (modules, *switches):
         conversion.say(given, f"kept as model.lora.target_modules: [{', '.join(targets)}]")
-    conversion.put("model.lora", {"target_modules": targets, "r": 8, "alpha": 16})
+    conversion.put("model.lora", {"r": 8, "alpha": 16})
+    conversion.put("model.lora.target_modules", targets, modules.key)
     if name.startswith("q"):
         conversion.put("model.lora.quantize", "nf4")
         conversion.put("model.lora.double_quantization", True)
@@ -137,7 +138,8 @@ def _model(conversion: Conversion, source: Source) -> None:
 def _data_set(conversion: Conversion, key: str, own: str, entry: dict[str, Any]) -> Source:
     """Begin a data set; prompts are supervised by default in those of Alpaca alone."""
     name = str(entry.get("_component_")).rpartition(".")[2]
-    form, location = _DATA_SETS.get(name, ("auto", None))
+    form, location = _DATA_SETS.get(name, ("auto", entry.get("source")))
+    require(form != "auto" or location, f"{key}._component_", name, " | ".join(_DATA_SETS), "give it a source")
     is_alpaca, is_instruct = name.startswith("alpaca"), name == "instruct_dataset"
     columns = ("instruction", "output", "chosen", "rejected", "prompt")
     table: Table = {

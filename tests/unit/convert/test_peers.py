@@ -169,6 +169,7 @@ def test_refusals_name_the_key() -> None:
         ("torchtune", {**tune, "output_dir": "${there}"}, "there"),
         ("torchtune", {**tune, "output_dir": "${output_dir}"}, "output_dir"),
         ("torchtune", {**tune, "dtype": "fp16"}, "dtype"),
+        ("torchtune", {**tune, "dataset": {"_component_": "torchtune.datasets.samsum_dataset"}}, "dataset._component_"),
         ("torchtune", {**tune, "dataset": [ALPACA, {**ALPACA, "train_on_input": False}]}, "dataset.1.train_on_input"),
     ):
         with pytest.raises(ConfigError) as error:
