@@ -24,7 +24,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lit_fsdp.callbacks.checkpoint import Checkpoint
 from lit_fsdp.callbacks.expert_load import ExpertLoad
 from lit_fsdp.callbacks.isolation import IsolationProof
-from lit_fsdp.callbacks.loggers import RunCSVLogger, go_on_logging
+from lit_fsdp.callbacks.loggers import RunCSVLogger, check_loggers, go_on_logging
 from lit_fsdp.callbacks.progress import RunProgress
 from lit_fsdp.callbacks.records import PENDING_RECIPE, PredictionWriter, RunRecord, record_data
 from lit_fsdp.callbacks.samples import Samples
@@ -242,6 +242,7 @@ class RecipeCLI(LightningCLI):
         FLAGS.before_exit = lambda: self.end_children(grace_seconds=0)
         asked, parsed = self.config, self._section()
         check_launch(vars(parsed.trainer), os.environ)
+        check_loggers(parsed.trainer)
         self.resume = self._find_resume()
         if self.verb == "fit":
             self.config = asked.clone()

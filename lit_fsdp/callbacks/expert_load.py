@@ -30,7 +30,7 @@ class ExpertLoad(Callback):
 
     def __init__(self) -> None:
         self._counts: list[torch.Tensor] = []
-        self._groups: list[ExpertGroup | None] = []
+        self._by_rank: list[tuple[torch.Tensor, list[int]] | None] = []
         self._handles: list[Any] = []
         self._seen_step = 0
 
@@ -47,7 +47,10 @@ class ExpertLoad(Callback):
                 outermost = modules[name.split(".base_layer", 1)[0]]
                 self._handles.append(outermost.register_forward_pre_hook(count, with_kwargs=True))
                 self._counts.append(counts)
-                self._groups.append(getattr(module, "expert_group", None))
+                group: ExpertGroup | None = getattr(module, "expert_group", None)
+                held = [] if group is None else group.held
+                order = torch.tensor([expert for experts in held for expert in experts], device=counts.device)
+                self._by_rank.append((order, [len(experts) for experts in held]) if held else None)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *batch: Any) -> None:
         """Log after an optimizer step, every ``log_every_n_steps``; the host does not wait for the device."""
@@ -64,9 +67,8 @@ class ExpertLoad(Callback):
             "experts_unused": torch.stack([(share == 0).sum() for share in shares]).sum().float(),
         }
         loads = [
-            torch.stack([share[experts].sum() for experts in group.held]).max() * group.degree
-            for share, group in zip(shares, self._groups, strict=True)
-            if group is not None
+            torch.stack([part.sum() for part in share[order].split(sizes)]).max() * len(sizes)
+            for share, (order, sizes) in ((s, one) for s, one in zip(shares, self._by_rank, strict=True) if one)
         ]
         pl_module.log_dict(found | ({"expert_rank_load": torch.stack(loads).max()} if loads else {}))
         for layer in self._counts:
@@ -76,7 +78,7 @@ class ExpertLoad(Callback):
         """Leave the model as it was."""
         for handle in self._handles:
             handle.remove()
-        self._handles, self._counts, self._groups = [], [], []
+        self._handles, self._counts, self._by_rank = [], [], []
 
 
 def _count(counts_E: torch.Tensor, name: str, place: int, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:

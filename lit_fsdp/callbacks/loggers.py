@@ -27,10 +27,12 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
 from lit_fsdp.callbacks.records import write_json
+from lit_fsdp.errors import require
 from lit_fsdp.host import cache_root
 
 _log = logging.getLogger(__name__)
 _NAME = "loggers.json"
+_PACKAGES = {"WandbLogger": "wandb", "MLFlowLogger": "mlflow", "CometLogger": "comet_ml", "NeptuneLogger": "neptune"}
 _ARGUMENTS = {
     "TensorBoardLogger": "version",
     "WandbLogger": "id",
@@ -164,18 +166,37 @@ class RunWandbLogger(loggers.WandbLogger):
         run.log({**named, "trainer/global_step": step}, step=step)
 
 
+def check_loggers(config: Any) -> None:
+    """Refuse a logger in a parsed ``trainer`` section whose package is not installed."""
+    for name in (logger.class_path.rpartition(".")[2] for logger in _named(config)):
+        package = _PACKAGES.get(name)
+        is_there = package is None or importlib.util.find_spec(package) is not None
+        given, fix = f"{name}, whose package {package} is not installed", f"pip install {package}"
+        require(is_there, "trainer.logger", given, "a logger that is installed", fix)
+
+
+def _named(config: Any) -> list[Namespace]:
+    given = config.get("logger")
+    return [one for one in (given if isinstance(given, list) else [given]) if isinstance(one, Namespace)]
+
+
 def go_on_logging(config: Any, run_folder: Path, step: int | None) -> None:
     """Give the loggers of a parsed ``trainer`` section the runs that a run folder has noted, in place.
 
-    An argument that the recipe gives wins. TensorBoard is told to hide what a killed run has logged from ``step`` on;
-    it looks for that only in runs whose first start (``step`` None) has told it too. Of W&B's it becomes
+    An argument that the recipe gives wins. W&B writes to the run folder, MLflow to a database there, as it refuses
+    folders of files from 3.7 on. TensorBoard is told to hide what a killed run has logged from ``step`` on; it looks
+    for that only in runs whose first start (``step`` None) has told it too. Of W&B's it becomes
     :class:`RunWandbLogger`.
     """
-    path, given = run_folder / _NAME, config.get("logger")
-    if given in (None, True, False):
-        return
-    found = [one for one in (given if isinstance(given, list) else [given]) if isinstance(one, Namespace)]
+    path, found = run_folder / _NAME, _named(config)
     for logger in found:
+        name = logger.class_path.rpartition(".")[2]
+        if name == "WandbLogger" and logger.init_args.get("save_dir") == ".":
+            logger.init_args["save_dir"] = str(run_folder)
+        is_open = not (logger.init_args.get("tracking_uri") or os.environ.get("MLFLOW_TRACKING_URI"))
+        if name == "MLFlowLogger" and is_open and logger.init_args.get("save_dir") == "./mlruns":
+            logger.init_args["tracking_uri"] = f"sqlite:///{run_folder.resolve()}/mlflow.db"
+            run_folder.mkdir(parents=True, exist_ok=True)
         if logger.class_path == "lightning.pytorch.loggers.WandbLogger":
             logger.class_path = f"{__name__}.RunWandbLogger"
         if logger.class_path.endswith(".TensorBoardLogger") and logger.init_args.get("purge_step", 0) is None:

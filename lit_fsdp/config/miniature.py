@@ -31,15 +31,17 @@ def adapt_to_miniature(trainer: Any, strategy: Any, model: Any, data: Any = None
         path = "trainer.strategy.init_args"
         for key, new, why in _fitting_degrees(strategy, devices if isinstance(devices, int) else 0):
             replace(strategy, path, key, new, why)
+        is_hybrid = "hybrid" in strategy.sharding
+        copies = max(1, strategy.replicate_degree or 1) if is_hybrid else 1
+        shards, why = devices // copies if isinstance(devices, int) else 0, f"{devices} ranks on one node"
         given = strategy.context_parallel
         degree = given if isinstance(given, int) else given["degree"]
-        if isinstance(devices, int) and degree > 1 and devices % degree:
-            fits, why = math.gcd(degree, devices), f"{devices} ranks on one node"
+        if degree > 1 and shards % degree:
+            fits = math.gcd(degree, shards)
             new = fits if isinstance(given, int) else {**dict(given), "degree": fits}
             replace(strategy, path, "context_parallel", new, why)
-        if isinstance(devices, int) and strategy.expert_parallel > 1 and devices % strategy.expert_parallel:
-            fits = math.gcd(strategy.expert_parallel, devices)
-            replace(strategy, path, "expert_parallel", fits, f"{devices} ranks on one node")
+        if strategy.expert_parallel > 1 and shards % strategy.expert_parallel:
+            replace(strategy, path, "expert_parallel", math.gcd(strategy.expert_parallel, shards), why)
         if strategy.engine == "single":
             replace(trainer, "trainer", "devices", 1, "engine single")
         if on_cpu and strategy.engine == "fsdp1":

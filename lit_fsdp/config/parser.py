@@ -405,6 +405,9 @@ def parser_error(message: str, known: Iterable[str]) -> ConfigError:
     lost = re.search(rf"(?:class_path '|Import path )([\w.]+)(?:':\s+| ){why}", message)
     if lost:
         return ConfigError(key, f"{lost[1]} ({lost[2]})", "a class of this kind that can be imported")
+    if key.startswith("trainer.logger") and "save_dir=None" in message:
+        field = f"{key}.init_args.save_dir"
+        return ConfigError(field, "nothing", "a folder, such as the run folder", f"add --{field} runs/my")
     value = re.search(r"(?:Got|Given) value: (.*)", message)
     wanted = re.findall(r"Expected an? (.*?)(?:\. Got value.*)?$", message, re.MULTILINE)
     if not value or not wanted:

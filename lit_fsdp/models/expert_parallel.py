@@ -42,7 +42,7 @@ class ExpertGroup:
         return self._places_E
 
     def exchanged(self, counts_E: torch.Tensor, num_choices: int) -> tuple[torch.Tensor, list[int], list[int]]:
-        """Tell the ranks how many choices come for each of their experts.
+        """Tell the ranks how many of all ``num_choices`` come for each of their experts.
 
         Returns:
             Choices that come here by rank and own expert, flat, and the numbers sent to and received from each rank.
@@ -50,9 +50,10 @@ class ExpertGroup:
         sizes, own = [len(experts) for experts in self.held], len(self.own)
         counts_nE = counts_E.new_empty(self.degree * own)
         dist.all_to_all_single(counts_nE, counts_E, [own] * self.degree, sizes, group=self.group)
-        found = torch.cat([counts_E, counts_nE]).tolist()  # a forward pass waits here for the device
-        sent = [sum(part.tolist()) for part in torch.tensor(found[: len(counts_E)]).split(sizes)]
-        return counts_nE, sent, torch.tensor(found[len(counts_E) :]).view(self.degree, own).sum(1).tolist()
+        sums = [part.sum() for part in counts_E.split(sizes)]
+        numbers = torch.cat([torch.stack(sums), counts_nE.view(self.degree, own).sum(1)])
+        found = numbers.tolist()  # a forward pass waits here for the device
+        return counts_nE, found[: self.degree], found[self.degree :]
 
 
 class Dispatch:
@@ -66,8 +67,9 @@ class Dispatch:
     def __init__(self, group: ExpertGroup, top_k_index_NK: torch.Tensor) -> None:
         self._group, device = group, top_k_index_NK.device
         places_E = group.places(device)
-        self.order_S = places_E[top_k_index_NK.flatten()].argsort(stable=True)
-        place_S = places_E[top_k_index_NK.flatten()][self.order_S]
+        place_S = places_E[top_k_index_NK.flatten()]
+        self.order_S = place_S.argsort(stable=True)
+        place_S = place_S[self.order_S]
         ends_E = torch.searchsorted(place_S, torch.arange(len(places_E), device=device), right=True)
         counts_E = ends_E.diff(prepend=ends_E.new_zeros(1))
         counts_nE, self._sent, self._received = group.exchanged(counts_E, len(place_S))

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -225,9 +226,14 @@ class _SaveOnHost(torch.autograd.graph.save_on_cpu):
 
     def __init__(self, block: nn.Module, pin_memory: bool) -> None:
         super().__init__(pin_memory=pin_memory)
-        own = {p.untyped_storage().data_ptr() for p in block.parameters()}
         pack, unpack = self.pack_hook, self.unpack_hook
-        self.pack_hook = lambda t: t if t.untyped_storage().data_ptr() in own else pack(t)
+
+        def is_own(tensor: torch.Tensor) -> bool:
+            where = tensor.untyped_storage().data_ptr()  # units inside the block are gathered by now, or never
+            gathered = (p for p in block.parameters() if not isinstance(p, DTensor))
+            return any(p.untyped_storage().data_ptr() == where for p in gathered)
+
+        self.pack_hook = lambda t: t if is_own(t) else pack(t)
         self.unpack_hook = lambda packed: packed if torch.is_tensor(packed) else unpack(packed)
 
 

@@ -294,7 +294,7 @@ def expert_bytes(run: RunConfig) -> dict[str, float] | None:
     """
     given = run.strategy.expert_parallel
     degree = given if given > 1 else expert_degree(run)
-    if degree == 1:
+    if degree == 1 or run.strategy.engine != "fsdp2" or not _experts_per_token(_planned(run)[0].model):
         return None
     rows = run.data.global_batch_size or DEFAULT_BATCH
     forwards = rows // (run.data.micro_batch_size * run.data_ranks)
@@ -306,6 +306,13 @@ def expert_bytes(run: RunConfig) -> dict[str, float] | None:
         rank_bytes, _, traveling = _sent(other, forwards, reductions, tokens, experts_only=True)
         sent[name] = rank_bytes + traveling
     return {"degree": degree, **sent}
+
+
+def _experts_per_token(model: Any) -> int:
+    """Experts that a router chooses for each token; 0 where the configuration does not say."""
+    config = model.config.get_text_config()
+    names = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k")
+    return next((number for name in names if isinstance(number := getattr(config, name, None), int)), 0)
 
 
 def _sent(
@@ -336,7 +343,7 @@ def _sent(
         return rank_bytes, node_bytes, 0.0
     config = model.config.get_text_config()
     passes = 2 + (strategy.activation_config.mode in ("full", "every_n", "memory_budget"))
-    choices = tokens * config.num_experts_per_tok * len(grouped_experts(model))
+    choices = tokens * _experts_per_token(model) * len(grouped_experts(model))
     return rank_bytes, node_bytes, passes * 2 * choices * config.hidden_size * size * (degree - 1) / degree
 
 

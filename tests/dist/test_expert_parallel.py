@@ -71,6 +71,7 @@ def test_layouts_are_as_without_it(tmp_path: Path) -> None:
         "offload": _over(2, cpu_offload=True),
         "recomputed": _over(4, activation_checkpointing="full"),
         "selective": _over(2, activation_checkpointing="selective"),
+        "on-the-host": _over(2, activation_checkpointing={"mode": "full", "offload_activations": True}),
     }
     assert _compare(folder, tmp_path, 4, cases, steps=6)
     cases = {

@@ -22,7 +22,8 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from tensorboard.backend.event_processing import plugin_event_accumulator
 from tensorboard.util import tensor_util
 
-from lit_fsdp.callbacks.loggers import RunCSVLogger, RunWandbLogger, go_on_logging
+from lit_fsdp.callbacks.loggers import RunCSVLogger, RunWandbLogger, check_loggers, go_on_logging
+from lit_fsdp.errors import ConfigError
 
 
 def rows(folder: Path) -> list[dict[str, str]]:
@@ -210,3 +211,26 @@ def test_the_store_of_mlflow_is_tried_again_a_few_times(tmp_path: Path, monkeypa
         with pytest.raises(AssertionError) if failures > tries else nullcontext():
             go_on_logging(config, tmp_path, None)
         assert made == [uri] * tries + ([("mine", None)] if 0 < failures < tries else [])
+
+
+def test_a_logger_without_its_package_is_refused_and_stores_are_in_the_run_folder(tmp_path: Path):
+    def section(path: str, **given: Any) -> Any:
+        return Namespace(
+            logger=[Namespace(class_path=f"lightning.pytorch.loggers.{path}", init_args=Namespace(**given))]
+        )
+
+    with pytest.raises(ConfigError, match="NeptuneLogger, whose package neptune is not installed") as refused:
+        check_loggers(section("NeptuneLogger"))
+    assert refused.value.fix == "pip install neptune"
+    check_loggers(section("CSVLogger"))
+    check_loggers(Namespace(logger=False))
+    wandb, mlflow = (
+        section("WandbLogger", save_dir="."),
+        section("MLFlowLogger", save_dir="./mlruns", tracking_uri=None),
+    )
+    own = section("MLFlowLogger", save_dir="./mlruns", tracking_uri="http://there")
+    for config in (wandb, mlflow, own):
+        go_on_logging(config, tmp_path, None)
+    assert wandb.logger[0].init_args.save_dir == str(tmp_path)
+    assert mlflow.logger[0].init_args.tracking_uri == f"sqlite:///{tmp_path}/mlflow.db"
+    assert own.logger[0].init_args.tracking_uri == "http://there"

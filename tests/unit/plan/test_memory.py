@@ -160,6 +160,8 @@ def test_ranks_that_divide_experts_gather_a_part_of_them_and_send_tokens():
     over_two = expert_bytes(runs[1])  # half of the tokens, and half of the experts from one other rank
     assert over_two == {**found, "degree": 2, "tokens": found["tokens"] * 2 / 3 + found["weights"] / 3}
     assert expert_bytes(loaded()) is None
+    for engine in ("fsdp1", "ddp"):  # which have no such key
+        assert expert_bytes(loaded(f"--trainer.strategy.init_args.engine={engine}", recipe=recipe)) is None
     divided, whole = (step_time(one, next(gpu for gpu in gpus() if gpu.name == "h100-80gb")) for one in runs[::-2])
     assert divided is not None
     assert whole is not None
