@@ -76,7 +76,7 @@ def test_three_commands(followed: Path) -> None:
 @pytest.mark.long("tests/spec tries the same promises")
 def test_the_command_of_each_promise(here: Path) -> None:
     (here / "accelerate.yaml").write_text("distributed_type: FSDP\nnum_processes: 2\nfsdp_config: {fsdp_version: 2}\n")
-    follow("\n".join(cells(ROOT / "README.md")), here)
+    follow("\n".join(cells(ROOT / "docs/verification.md")), here)
     assert json.loads((here / "runs" / "packed" / "isolation.json").read_text())
     assert (here / "verified" / "config.json").is_file()
 

@@ -41,8 +41,8 @@ def test_commands_are_in_blocks_that_are_run_or_say_what_they_need(page: Path) -
         assert not re.search(r"^(\$ )?(lit-fsdp|make|pip) ", block, re.MULTILINE), block
 
 
-def test_the_readme_fits_on_a_screen_and_names_every_promise_in_order() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert len(text.splitlines()) <= 120
-    named = re.findall(r"\| \[\d\d\]\((tests/spec/test_\d\d_\w+\.py)\) \|", text)
+def test_the_readme_is_short_and_the_manual_names_every_promise_in_order() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 90
+    text = (ROOT / "docs/verification.md").read_text(encoding="utf-8")
+    named = re.findall(r"\| `(tests/spec/test_\d\d_\w+\.py)` \|", text)
     assert named == [str(path.relative_to(ROOT)) for path in sorted((ROOT / "tests" / "spec").glob("test_*.py"))]
