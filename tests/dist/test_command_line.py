@@ -36,7 +36,7 @@ def lit_fsdp(*words: str, cwd: Path, python: str = sys.executable) -> subprocess
 def smoke(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished miniature run; its folder is ``run`` inside."""
     cwd = tmp_path_factory.mktemp("smoke")
-    words = ("--verbose", "--trainer.default_root_dir", "run")
+    words = ("--verbose", "--trainer.default_root_dir", "run", "--checkpoint.export", "last")
     done = lit_fsdp("fit", *SMOKE, *words, cwd=cwd, python=server().python)
     assert done.returncode == 0, done.stderr
     assert "miniature: model.name: llama of 2 layers, hidden size 64, random init" in done.stderr
@@ -60,6 +60,7 @@ def test_resume_on_the_other_engine_continues_run_and_metrics(smoke: Path, tmp_p
     assert "trainer.strategy.init_args.replicate_degree: None → 2 (2 ranks on one node)" in done[0].err
     said = done[0].err.split("resumed from step 4: run/checkpoints/step-00000004\n")[1].splitlines()
     assert sorted(line for line in said if line.startswith("  ") and " → " in line) == [
+        "  checkpoint.export: 'last' → None",
         "  model.optim.lr: 2e-05 → 0.001",
         "  trainer.max_steps: 4 → 6",
         "  trainer.strategy.init_args.engine: 'fsdp2' → 'fsdp1'",
@@ -110,6 +111,26 @@ def test_validate_test_and_predict(smoke: Path) -> None:
     assert [(int(row["step"]), float(row["val_loss"])) for row in rows] == [
         (step, pytest.approx(losses[step], rel=1e-6)) for step in (best, 4)
     ]
+
+
+def test_a_run_is_exported_by_its_name_and_chats(smoke: Path, tmp_path: Path) -> None:
+    for name in ("", "/last", "/best", "/4"):  # of random weights the last validation is the best
+        out = tmp_path / f"out{name.replace('/', '-')}"
+        done = lit_fsdp("export", "--ckpt", f"run{name}", "--out", str(out), cwd=smoke, python=server().python)
+        assert done.returncode == 0, done.stderr
+    missing = lit_fsdp("export", "--ckpt", "run/3", "--out", str(tmp_path / "no"), cwd=smoke, python=server().python)
+    assert "run has no complete checkpoint of step 3, but of [2, 4]" in missing.stderr
+    at_the_end = smoke / "run/export/step-00000004"
+    files = [content(path) for path in (at_the_end, *sorted(tmp_path.glob("out*")))]
+    weights = [{name: value for name, value in one.items() if name.endswith(".safetensors")} for one in files]
+    assert len(weights) == 5
+    assert all(one == weights[0] for one in weights)
+    words = [sys.executable, "-m", "lit_fsdp", "generate", "--model", str(tmp_path / "out"), "--max_new_tokens", "3"]
+    chat = subprocess.run(words, input="Hello\nMore\n\nnever\n", capture_output=True, text=True, check=False)
+    assert chat.returncode == 0, chat.stderr
+    once = subprocess.run([*words, "--prompt", "Hello"], capture_output=True, text=True, check=True)
+    assert chat.stdout.startswith(once.stdout.rstrip("\n"))
+    assert len(chat.stdout) > len(once.stdout)
 
 
 def test_refused_at_once_without_torch(tmp_path: Path) -> None:

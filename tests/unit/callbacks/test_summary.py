@@ -1,0 +1,55 @@
+"""What a verb says at its end is what was logged and saved, and the command it gives works on that."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from lit_fsdp.callbacks.checkpoint import Checkpoint
+from lit_fsdp.callbacks.summary import summary_of
+
+
+def _trainer(folder: Path, **given: Any) -> Any:
+    metrics = {"train_loss": 0.25, "val_loss": 0.5, "lr": 1e-3, "test_loss": 0.75, "peak_memory_gib": 2.0}
+    limits = {"global_step": 60, "max_steps": 60, "max_epochs": None, "checkpoint_callback": None}
+    module = SimpleNamespace(read_tensor=None)
+    return SimpleNamespace(
+        **{"default_root_dir": str(folder), "callback_metrics": metrics, "lightning_module": module, **limits, **given}
+    )
+
+
+def test_a_fit_names_steps_losses_memory_checkpoints_and_the_next_command(tmp_path: Path):
+    saved = Checkpoint()
+    saved.best_model_path, saved.last_model_path = "run/best-one", "run/last-one"
+    lines = summary_of(_trainer(tmp_path, checkpoint_callback=saved), "fit", 83.4, 20).splitlines()
+    assert lines == [
+        "40 steps in 0:01:23, to step 60, train_loss 0.2500, val_loss 0.5000, peak memory 2.00 GiB per rank",
+        "best checkpoint: run/best-one",
+        "last checkpoint: run/last-one",
+        f"next: lit-fsdp export --ckpt {tmp_path}/best --out {tmp_path}/export/best",
+    ]
+    saved.exported = tmp_path / "export/step-00000060"
+    text = summary_of(_trainer(tmp_path, checkpoint_callback=saved), "fit", 1, 0)
+    assert text.endswith(f"next: lit-fsdp generate --model {tmp_path}/export/step-00000060")
+    own = _trainer(tmp_path, checkpoint_callback=saved, lightning_module=SimpleNamespace())
+    assert "next:" not in summary_of(own, "fit", 1, 0)  # of somebody's module nobody knows how it is exported
+
+
+def test_a_finished_run_says_how_to_train_further(tmp_path: Path):
+    by_steps = summary_of(_trainer(tmp_path), "fit", 1, 60)
+    assert by_steps.startswith("already at trainer.max_steps 60, step 60: nothing was trained")
+    assert by_steps.endswith("add --ckpt_path last --trainer.max_steps 120")
+    by_epochs = summary_of(_trainer(tmp_path, max_steps=-1, max_epochs=3), "fit", 1, 60)
+    assert by_epochs.endswith("add --ckpt_path last --trainer.max_epochs 6")
+
+
+def test_the_other_verbs_name_their_numbers_and_files(tmp_path: Path):
+    trainer = _trainer(tmp_path)
+    assert summary_of(trainer, "validate", 2, 0) == (
+        f"validate took 0:00:02, val_loss 0.5000; written to {tmp_path}/validate-metrics.csv"
+    )
+    assert "test_loss 0.7500" in summary_of(trainer, "test", 2, 0)
+    assert summary_of(trainer, "predict", 2, 0) == "predict took 0:00:02"
+    (tmp_path / "predictions.jsonl").touch()
+    assert summary_of(trainer, "predict", 2, 0).endswith(f"predictions: {tmp_path}/predictions.jsonl")
