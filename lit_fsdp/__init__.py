@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from lit_fsdp.speak import quiet_imports
+from lit_fsdp.logs import quiet_imports
 
 if TYPE_CHECKING:
     from lit_fsdp.callbacks.averages import EMAWeights

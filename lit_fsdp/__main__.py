@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from lit_fsdp.commands import run
-from lit_fsdp.ending import ended
+from lit_fsdp.exit_codes import exit_code_of
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -17,7 +17,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     traceback, and secrets of the environment and of the recipe are said nowhere.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    return ended(lambda: run(words), debug="--debug" in words)
+    return exit_code_of(lambda: run(words), debug="--debug" in words)
 
 
 if __name__ == "__main__":

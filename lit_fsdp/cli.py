@@ -50,11 +50,12 @@ from lit_fsdp.config.parser import (
 from lit_fsdp.config.run import FACTORY, RULES, STRATEGY, CheckpointConfig, RunConfig
 from lit_fsdp.config.strategy import StrategyConfig
 from lit_fsdp.datamodule import CausalLMDataModule
-from lit_fsdp.ending import ended
 from lit_fsdp.errors import ConfigError, RefusedByLightning, require
+from lit_fsdp.exit_codes import exit_code_of
 from lit_fsdp.host import follows_first_task, is_launched_by_lightning, is_requeued, wait_for_first
 from lit_fsdp.launch.launcher import adopt_step, check_launch
-from lit_fsdp.launch.ranks import RANKS
+from lit_fsdp.launch.ranks import LAUNCHED_RANKS
+from lit_fsdp.logs import setup_logging
 from lit_fsdp.metrics.hardware import is_accelerator
 from lit_fsdp.models.build import check_attention
 from lit_fsdp.models.optimizers import optimizer_class
@@ -65,8 +66,7 @@ from lit_fsdp.plan.memory import compared_memory
 from lit_fsdp.plan.search import advice, is_out_of_memory
 from lit_fsdp.redaction import redact_values
 from lit_fsdp.report.page import report_of
-from lit_fsdp.signals import FLAGS
-from lit_fsdp.speak import speak
+from lit_fsdp.signals import SIGNAL_FLAGS
 
 _STAGES = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "predict": ("predict",)}
 _REFUSALS = (MisconfigurationException, ModuleNotFoundError, ValueError, TypeError)
@@ -95,7 +95,7 @@ class RecipeCLI(LightningCLI):
         self.exit_code = 0
         own_model = model_class is None or (isinstance(model_class, type) and issubclass(model_class, CausalLMModule))
         self._is_foreign_model = not own_model
-        speak()
+        setup_logging()
         strict: dict[str, Any] = {"allow_abbrev": False, "exit_on_error": False}
         usage = "--config RECIPE.yaml [--key value ...] [options]"  # not three screens of keys
         for verb in self.subcommands() if kwargs.get("run", True) else ():
@@ -113,7 +113,7 @@ class RecipeCLI(LightningCLI):
             build()
             return
         adopt_step(os.environ)
-        if code := ended(build, debug="--debug" in words):
+        if code := exit_code_of(build, debug="--debug" in words):
             sys.exit(code)
 
     def _allow_imports(self, *classes: Any) -> None:
@@ -237,9 +237,9 @@ class RecipeCLI(LightningCLI):
         if not self.verb:
             super().instantiate_classes()
             return
-        FLAGS.can_save = FLAGS.can_save or self.verb == "fit"
-        FLAGS.install()
-        FLAGS.before_exit = lambda: self.end_children(grace_seconds=0)
+        SIGNAL_FLAGS.can_save = SIGNAL_FLAGS.can_save or self.verb == "fit"
+        SIGNAL_FLAGS.install()
+        SIGNAL_FLAGS.before_exit = lambda: self.end_children(grace_seconds=0)
         asked, parsed = self.config, self._section()
         check_launch(vars(parsed.trainer), os.environ)
         check_loggers(parsed.trainer)
@@ -261,7 +261,7 @@ class RecipeCLI(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """The Trainer with our callbacks and ``metrics.csv`` beside whatever the recipe adds."""
         given = self._get(self.config_init, "trainer")
-        callbacks: list[Any] = [StopOnSignal(FLAGS), RunRecord(), IsolationProof(), Throughput()]
+        callbacks: list[Any] = [StopOnSignal(SIGNAL_FLAGS), RunRecord(), IsolationProof(), Throughput()]
         callbacks += [ExpertLoad(), PredictionWriter()]
         samples = self._get(self.config_init, "samples")
         self.samples = None if samples.prompts is None else Samples(**vars(samples))
@@ -398,7 +398,7 @@ class RecipeCLI(LightningCLI):
         parsed, trainer, verb = self._section(), self.trainer, str(self.verb)
         folder = Path(parsed.trainer.default_root_dir)
         if self._has_own_data() and isinstance(self.model, CausalLMModule):
-            self.datamodule.attach(self.model.tokenizer, parsed.seed_everything or 0, self.model.takes_pairs)
+            self.datamodule.attach(self.model.tokenizer, parsed.seed_everything or 0, self.model.is_preference)
             self.datamodule.num_embeddings = self.model.num_embeddings
             self.datamodule.prepare(_STAGES[verb])
             if self.samples is not None and verb == "fit":
@@ -423,8 +423,8 @@ class RecipeCLI(LightningCLI):
             strategy.fallback_checkpoints = tuple(self.resume.others)
             if verb == "fit":
                 strategy.checkpoint_files["recipe.yaml"] = self._recipe_of_run()
-        FLAGS.has_peers = FLAGS.has_peers or trainer.world_size > 1
-        RANKS.release()
+        SIGNAL_FLAGS.has_peers = SIGNAL_FLAGS.has_peers or trainer.world_size > 1
+        LAUNCHED_RANKS.release()
 
     def _recipe_of_run(self) -> bytes:
         return self._recipe_text(ckpt_path=None).encode()  # not of a new run
@@ -452,9 +452,9 @@ class RecipeCLI(LightningCLI):
         trainer = getattr(self, "trainer", None)
         procs: list[Any] = getattr(trainer and trainer.strategy.launcher, "procs", [])
         if any(isinstance(process, subprocess.Popen) for process in procs):
-            RANKS.children.extend(procs)
+            LAUNCHED_RANKS.children.extend(procs)
             procs.clear()  # Lightning's observer of this list would kill this process as soon as one has ended
-        RANKS.end(grace_seconds)
+        LAUNCHED_RANKS.end(grace_seconds)
 
 
 class _Reader(RecipeCLI):

@@ -59,15 +59,15 @@ class CausalLMDataModule(LightningDataModule):
         self._streams_train = False
         self._position: dict[str, Any] | None = None
 
-    def attach(self, tokenizer: PreTrainedTokenizerBase, seed: int, takes_pairs: bool | None = None) -> None:
+    def attach(self, tokenizer: PreTrainedTokenizerBase, seed: int, is_preference: bool | None = None) -> None:
         """Set the model's tokenizer, the run's seed, and whether rows should be pairs of completions (None: any)."""
-        self._tokenizer, self._seed, self._takes_pairs = tokenizer, seed, takes_pairs
+        self._tokenizer, self._seed, self._takes_pairs = tokenizer, seed, is_preference
 
     def prepare(self, splits: Sequence[str]) -> dict[str, Samples]:
         """Tokenize and pack the named splits that the recipe has; see :func:`prepare_samples`."""
         if self._takes_pairs is None:
             module = getattr(self.trainer, "lightning_module", None)
-            self._takes_pairs = getattr(module, "takes_pairs", None)
+            self._takes_pairs = getattr(module, "is_preference", None)
         if self._takes_pairs and self.config.format == "auto":
             self.config = dataclasses.replace(self.config, format="preference")
         held_out = self.config.val_split is not None

@@ -78,7 +78,7 @@ class CausalLMModule(LightningModule):
     model: nn.Module | None  # the transformers model, once it is built
     attn_implementation: str  # that it runs with then
     cuts_rows = True  # over the ranks of a context group
-    takes_pairs = False  # of a chosen and a rejected completion
+    is_preference = False  # of a chosen and a rejected completion
     # with adapters: what a checkpoint holds of the model, beside its base; else all
     saved_names: set[str] | None = None
     _divided_by = 0  # which of a step's sums the loss is a mean over
@@ -188,8 +188,8 @@ class CausalLMModule(LightningModule):
             for group, options, factor in zip(live, configured, scheduler.lr_lambdas, strict=True):
                 group.update({**options, "lr": options["initial_lr"] * factor(scheduler.last_epoch)})
             if self.global_rank == 0 and not math.isclose(before, live[0]["lr"]):
-                text = "the learning rate goes on at %.4g, where the checkpoint had %.4g: model.optim and the end of"
-                _log.warning(text + " training are others", live[0]["lr"], before)
+                text = "learning rate changes from %.4g to %.4g because model.optim or the training length changed"
+                _log.warning(text, before, live[0]["lr"])
 
     def training_step(self, batch: Mapping[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
         """The summed loss of this rank's micro-batch, an fp32 scalar; scaled only before the optimizer step."""

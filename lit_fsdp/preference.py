@@ -48,7 +48,7 @@ class PreferenceModule(CausalLMModule):
     """
 
     config: PreferenceModelConfig
-    takes_pairs = True
+    is_preference = True
     # how they are laid out, one of ways_to_lay_out(), as IsolationProof has found; None: padded, as nobody has looked
     pair_rows: str | None = None
     _divided_by = len(STEP_COUNTS)

@@ -99,7 +99,7 @@ class SignalFlags:
         os._exit(code)
 
 
-FLAGS = SignalFlags(can_save=False)
+SIGNAL_FLAGS = SignalFlags(can_save=False)
 """Those of this process."""
 
 

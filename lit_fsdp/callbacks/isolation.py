@@ -54,7 +54,7 @@ class IsolationProof(Callback):
         """Lay pairs of completions out in the first way that is proved, before anything is computed of them."""
         module: Any = pl_module
         strategy: Any = trainer.strategy
-        is_asked = getattr(module, "takes_pairs", False) and isinstance(strategy, EngineStrategy)
+        is_asked = getattr(module, "is_preference", False) and isinstance(strategy, EngineStrategy)
         if not is_asked or module.pair_rows is not None:
             return
         *ways, module.pair_rows = module.ways_to_lay_out()

@@ -30,7 +30,7 @@ def _inspect(argv: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="JSON instead of a table and text, samples complete")
     options, words = parser.parse_known_args(argv)
     from lit_fsdp.config.parser import load_recipe
-    from lit_fsdp.speak import speak
+    from lit_fsdp.logs import setup_logging
 
     run = load_recipe(words, "data", flags_of(parser)).run
     there = [split for split in _SPLITS if run.data.has(split)]
@@ -39,7 +39,7 @@ def _inspect(argv: Sequence[str]) -> int:
     require(options.split in there, "--split", options.split, f"a split the recipe has: {', '.join(there)}")
     can_draw = options.plot is None or importlib.util.find_spec("matplotlib") is not None
     require(can_draw, "--plot", options.plot, "with matplotlib", "pip install 'lit-fsdp[plot]', or leave --plot out")
-    speak()
+    setup_logging()
     from lit_fsdp.data.encode import RowEncoder
     from lit_fsdp.data.packing import describe_data
     from lit_fsdp.data.stream import prepare_samples

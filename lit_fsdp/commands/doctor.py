@@ -32,9 +32,9 @@ def run_doctor(argv: Sequence[str]) -> int:
     recipe = load_recipe(words, "fit", also=_OWN) if words else None
 
     from lit_fsdp.launch.doctor import Report, ask_torch, judge_machine
-    from lit_fsdp.speak import speak
+    from lit_fsdp.logs import setup_logging
 
-    speak()
+    setup_logging()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # what was written is removed on the way out
     processes = _name_launch(os.environ)
     rank, is_leader = os.environ["RANK"], os.environ["LOCAL_RANK"] == "0"

@@ -130,7 +130,7 @@ def _train_plain(recipe: dict[str, Any], steps: int) -> Any:
     module: Any = CausalLMModule(**values["model"]["init_args"])
     data = CausalLMDataModule(**values["data"]["init_args"])
     module.configure_model()
-    data.attach(module.tokenizer, seed, takes_pairs=False)
+    data.attach(module.tokenizer, seed, is_preference=False)
     data.num_embeddings = module.num_embeddings
     data.prepare(("train",))
     data.fix_batches(1, None)

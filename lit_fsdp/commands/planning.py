@@ -139,10 +139,10 @@ def run_plan(argv: Sequence[str]) -> int:
     if taken is not None:
         lines.append(
             f"{taken['compute'] + taken['exposed'] + taken['host']:.3g} seconds per step: {taken['compute']:.3g} "
-            f"computing at {memory.PEAK_SHARE:.0%} of the peak, {taken['exposed']:.3g} that nothing hides of "
-            f"{taken['communication']:.3g} sending, a node {memory.NETWORK_GB_PER_SECOND:g} GB/s, and "
-            f"{taken['copies']:.3g} copying from and to the host, {taken['host']:.3g} waiting and stepping there; "
-            f"{taken['tokens_per_second']:,.0f} tokens/s"
+            f"computing at {memory.PEAK_SHARE:.0%} of the peak, {taken['host']:.3g} waiting and stepping on the host; "
+            f"{taken['exposed']:.3g} s of {taken['communication']:.3g} s communication (a node sends "
+            f"{memory.NETWORK_GB_PER_SECOND:g} GB/s) and {taken['copies']:.3g} s copying from and to the host is "
+            f"exposed; {taken['tokens_per_second']:,.0f} tokens/s"
         )
     elif gpu is not None:
         lines.append("seconds per step: no operations are known for this architecture, or no rate for this precision")
@@ -240,10 +240,10 @@ def _prepare(argv: Sequence[str]) -> int:
     options, words = parser.parse_known_args(argv)
     words += [f"--model.name={options.name}"] if options.name else []
     config = load_recipe(words, "model", parsing.flags_of(parser)).run.model
+    from lit_fsdp.logs import setup_logging
     from lit_fsdp.models.resolve import prepare_model
-    from lit_fsdp.speak import speak
 
-    speak()
+    setup_logging()
     for what, folder in prepare_model(config).items():
         print(f"{what:<10}{folder or 'made here, nothing to fetch'}")
     return 0

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from lit_fsdp.commands.parsing import example_lines
 from lit_fsdp.host import is_launched_by_lightning
-from lit_fsdp.launch.ranks import RANKS
-from lit_fsdp.signals import FLAGS
+from lit_fsdp.launch.ranks import LAUNCHED_RANKS
+from lit_fsdp.signals import SIGNAL_FLAGS
 
 if TYPE_CHECKING:
     from lit_fsdp.config.parser import LoadedRecipe
@@ -35,17 +35,17 @@ def run_training_verb(verb: str, argv: list[str], callbacks: Callable[[], list[A
     Raises:
         ConfigError: A key or value that does not exist, or a rule that does not hold.
     """
-    FLAGS.can_save = verb == "fit"
+    SIGNAL_FLAGS.can_save = verb == "fit"
     # one task that dies of a signal makes srun end the others
     if "SLURM_PROCID" in os.environ or is_launched_by_lightning():
-        FLAGS.install()
+        SIGNAL_FLAGS.install()
     shows = any(word in ("-h", "--help", "--print_config") or word.endswith(".help") for word in argv)
     if not shows and not is_launched_by_lightning():  # a child's recipe has been checked by its parent
         recipe = _check(verb, argv)
-        FLAGS.install()
+        SIGNAL_FLAGS.install()
         if "trainer.strategy" not in recipe.run.foreign:
-            FLAGS.before_exit = lambda: RANKS.end(grace_seconds=0)
-            RANKS.start(recipe.run.trainer)
+            SIGNAL_FLAGS.before_exit = lambda: LAUNCHED_RANKS.end(grace_seconds=0)
+            LAUNCHED_RANKS.start(recipe.run.trainer)
     from lit_fsdp.cli import RecipeCLI
 
     if {"-h", "--help"} & set(argv):

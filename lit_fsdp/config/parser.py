@@ -194,8 +194,8 @@ class CommandLine:
     def kinds(self) -> tuple[frozenset[str], bool]:
         """Sections that are somebody else's, and whether the model is :data:`PREFERENCE`."""
         foreign = self.foreign
-        takes_pairs = foreign.get("model") == PREFERENCE
-        return frozenset(foreign.keys() - ({"model"} if takes_pairs else ())), takes_pairs
+        is_preference = foreign.get("model") == PREFERENCE
+        return frozenset(foreign.keys() - ({"model"} if is_preference else ())), is_preference
 
     def short_words(self, own_model: bool = True, names: Sequence[str] = tuple(OWN_CLASSES)) -> list[str]:
         """The words with the sections ``names`` as short forms, whose classes are those of :attr:`classes`."""
@@ -307,14 +307,14 @@ def lightning_keys() -> list[str]:
     return re.findall(r"^ +(\w+):", signature, re.MULTILINE)
 
 
-def recipe_parser(foreign: Iterable[str] = (), takes_pairs: bool = False) -> ArgumentParser:
+def recipe_parser(foreign: Iterable[str] = (), is_preference: bool = False) -> ArgumentParser:
     """Build the parser of a recipe; sections in ``foreign`` may hold anything, ``model`` those of preferences."""
     use_loader("model" not in foreign)
-    return _recipe_parser(frozenset(foreign), takes_pairs)
+    return _recipe_parser(frozenset(foreign), is_preference)
 
 
 @functools.cache  # building takes as long as parsing, and some verbs read a recipe twice
-def _recipe_parser(foreign: frozenset[str], takes_pairs: bool) -> ArgumentParser:
+def _recipe_parser(foreign: frozenset[str], is_preference: bool) -> ArgumentParser:
     parser = ArgumentParser(prog="lit-fsdp", exit_on_error=False, allow_abbrev=False)
     parser.add_argument("--config", action="config")
     parser.add_argument("--seed_everything", type=int | bool | None, default=0)
@@ -331,7 +331,7 @@ def _recipe_parser(foreign: frozenset[str], takes_pairs: bool) -> ArgumentParser
     else:
         parser.add_argument("--trainer.strategy.class_path", type=str, default=FACTORY)
         parser.add_class_arguments(StrategyConfig, STRATEGY)
-    model = {"model": PreferenceModelConfig} if takes_pairs else {}
+    model = {"model": PreferenceModelConfig} if is_preference else {}
     for name, cls in (_OWN | model | SECTIONS).items():
         if name in foreign:
             parser.add_argument(f"--{name}", type=dict | _ANYTHING, default={})
@@ -540,7 +540,7 @@ def load_recipe(argv: Sequence[str], verb: str, also: Sequence[str] = ()) -> Loa
     """
     line = read_command_line(argv)
     require(not line.print_config, "--print_config", "with this verb", "fit", "lit-fsdp fit ... --print_config")
-    parsed, foreign, takes_pairs = _parsed(line, also), *line.kinds
+    parsed, foreign, is_preference = _parsed(line, also), *line.kinds
     parsed.pop("config", None)
     model, data = (None if name in foreign else parsed[name] for name in OWN_CLASSES)
     strategy = None if "trainer.strategy" in foreign else parsed[STRATEGY]
@@ -549,7 +549,7 @@ def load_recipe(argv: Sequence[str], verb: str, also: Sequence[str] = ()) -> Loa
     own = {f.name: given[f.name] for f in dataclasses.fields(TrainerConfig)}
     run = RunConfig(
         strategy=typed(StrategyConfig, strategy or {}, STRATEGY),
-        model=typed(PreferenceModelConfig if takes_pairs else ModelConfig, model or {}, "model"),
+        model=typed(PreferenceModelConfig if is_preference else ModelConfig, model or {}, "model"),
         data=typed(DataConfig, data or {}, "data"),
         **{name: typed(cls, parsed[name], name) for name, cls in SECTIONS.items()},
         trainer=_plain(given) | _plain(vars(typed(TrainerConfig, own, "trainer"))),
@@ -573,8 +573,8 @@ def values_of_flags(line: CommandLine, also: Sequence[str] = ()) -> dict[str, An
 
 
 def _parsed(line: CommandLine, also: Sequence[str], defaults: bool = True) -> Namespace:
-    foreign, takes_pairs = line.kinds
-    parser = recipe_parser(foreign, takes_pairs)
+    foreign, is_preference = line.kinds
+    parser = recipe_parser(foreign, is_preference)
     use_loader("model" not in foreign, line.in_short)
     return parse(parser, line.short_words("model" not in foreign), also, defaults)
 

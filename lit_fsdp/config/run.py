@@ -196,7 +196,8 @@ def merged_precision(word: Any, precision: Any) -> Any:
     require(mode in get_args(PrecisionMode), "trainer.precision", word, allowed)
     given = precision if precision is None or isinstance(precision, str) else precision["mode"]
     same = given is None or ours.get(given, given) == mode
-    require(same, "trainer.precision", f"{word} with {STRATEGY}.precision {given}", "both alike", "drop one of the two")
+    conflict = f"{word} with {STRATEGY}.precision {given}: conflicting precision settings"
+    require(same, "trainer.precision", conflict, "one of them", "set only one")
     return mode if precision is None else precision
 
 

@@ -68,7 +68,7 @@ def find_format(columns: set[str], name: str) -> RowFormat:
             return row_format
     known = "; ".join(f"{row_format}: {', '.join(needed)}" for row_format, needed in _COLUMNS.items())
     raise DataError(
-        f"{name}: columns {', '.join(sorted(map(str, columns))) or '(none)'} are of no known row format\n"
+        f"{name}: cannot detect the row format from columns {', '.join(sorted(map(str, columns))) or '(none)'}\n"
         f"  allowed: {known}\n  fix:     say which column is which, such as data.columns: {{messages: chat}}"
     )
 

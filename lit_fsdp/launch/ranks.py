@@ -89,5 +89,5 @@ class Ranks:
             os._exit(EXIT_LOST)
 
 
-RANKS = Ranks()
+LAUNCHED_RANKS = Ranks()
 """Those of this process."""

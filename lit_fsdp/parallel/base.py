@@ -113,32 +113,32 @@ def check_finders(callbacks: Iterable[Any], module: Any) -> None:
     require(not is_ours or given not in found, "trainer.callbacks", given, "a learning rate that is given", fix)
 
 
-class Entrance:
+class RedirectedForward:
     """The ``forward`` of a sharded module: through the root, which calls it again for its own forward or for a step."""
 
     def __init__(self, strategy: EngineStrategy, module: nn.Module) -> None:
         self.strategy, self.forward = strategy, module.forward
-        self._asked: Callable[..., Any] | None = None
+        self._method: Callable[..., Any] | None = None
         self._is_inside = False
         functools.update_wrapper(self, module.forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._asked is not None:
-            asked, self._asked = self._asked, None
-            return asked(*args, **kwargs)
+        if self._method is not None:
+            method, self._method = self._method, None
+            return method(*args, **kwargs)
         if self._is_inside:
             return self.forward(*args, **kwargs)
-        return self.enter(self.forward, *args, **kwargs)
+        return self.run(self.forward, *args, **kwargs)
 
-    def enter(self, asked: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def run(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a function of the module between the root's hooks; without a backward pass, free what they gathered."""
-        before, self._is_inside, self._asked = self._is_inside, True, asked
+        before, self._is_inside, self._method = self._is_inside, True, method
         root: Any = self.strategy._root
         try:
             with self.strategy.precision_plugin.forward_context():
                 result = root(*args, **kwargs)
         finally:
-            self._is_inside, self._asked = before, None
+            self._is_inside, self._method = before, None
         if not torch.is_grad_enabled():
             self.strategy.reshard()
         return result
@@ -364,7 +364,7 @@ class EngineStrategy(Checkpoints):
         if self._owner is not module:
             is_ours = hasattr(module, "read_tensor")
             self.contract.is_error = (self.config.contract or ("error" if is_ours else "warn")) == "error"
-            if isinstance(module.forward, Entrance):
+            if isinstance(module.forward, RedirectedForward):
                 self._take_over(module.forward)
             else:
                 self._setup_module(module, is_ours)
@@ -420,7 +420,7 @@ class EngineStrategy(Checkpoints):
             self.replicated = [p for p in params if not (p.dim() if config.is_sharded else p.requires_grad)]
         self._root = self._shard(module, plan, materializer)
         if config.is_sharded:
-            module.forward = Entrance(self, module)
+            module.forward = RedirectedForward(self, module)
             fp32 = {plan.modules[unit.name] for unit in plan.units if unit.keeps_fp32}
             for unit, owners in owners_by_unit(module, plan).items():
                 self._watch_unit(unit, owners, "fp32" if unit in fp32 else config.precision_config.row.compute)
@@ -517,7 +517,7 @@ class EngineStrategy(Checkpoints):
             for unit in units:
                 unit.forward = torch.autocast(self.root_device.type, enabled=False)(unit.forward)
 
-    def _take_over(self, entrance: Entrance) -> None:
+    def _take_over(self, entrance: RedirectedForward) -> None:
         """Go on with a module that the strategy of another Trainer has sharded, which nothing can undo."""
         before = entrance.strategy
         ours, theirs = ({**vars(s.config), "number of ranks": s.world_size} for s in (self, before))
@@ -533,7 +533,7 @@ class EngineStrategy(Checkpoints):
 
     def _step_inside(self, root: nn.Module, module: Any, step: str, *args: Any, **kwargs: Any) -> Any:
         """What Lightning calls for each of its steps."""
-        return module.forward.enter(getattr(module, step), *args, **kwargs)
+        return module.forward.run(getattr(module, step), *args, **kwargs)
 
     def _check_optimized(self) -> None:
         """Refuse an optimizer that fails in step 1, or of tensors that are no parameters: it would train nothing."""

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 FLOORS = (
     "errors redaction",
     "host",
-    "speak signals ending config",
+    "logs signals exit_codes config",
     "metrics data models convert parity",
     "checkpoint",
     "parallel report launch",

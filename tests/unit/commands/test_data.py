@@ -28,7 +28,7 @@ def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder and a cache of its own with a recipe; log lines go where the test's end takes them."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("LIT_FSDP_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("lit_fsdp.speak.speak", lambda: None)
+    monkeypatch.setattr("lit_fsdp.logs.setup_logging", lambda: None)
     Path("r.yaml").write_text(json.dumps({"model": MODEL, "data": {"max_seq_length": 64, "num_tokenizers": 1}}))
 
 

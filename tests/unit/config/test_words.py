@@ -13,7 +13,7 @@ from lit_fsdp.commands import _VERBS, run
 from lit_fsdp.commands.parsing import parse, verb_parser
 from lit_fsdp.config.parser import leaves, load_recipe, parser_error, recipe_parser
 from lit_fsdp.config.words import HERE, VERBS, underscored
-from lit_fsdp.convert.hf_trainer import _ARGUMENTS
+from lit_fsdp.convert.hf_trainer import ARGUMENTS
 from lit_fsdp.convert.tables import Keep
 from lit_fsdp.errors import ConfigError
 
@@ -46,7 +46,7 @@ def test_every_word_of_another_trainer_is_answered_with_a_key_that_exists():
 
 def test_what_is_converted_and_what_is_said_agree():
     """The table of ``lit-fsdp convert hf`` has the same keys of TrainingArguments."""
-    both = {key: row.to for key, row in _ARGUMENTS.items() if isinstance(row, Keep) and key in HERE}
+    both = {key: row.to for key, row in ARGUMENTS.items() if isinstance(row, Keep) and key in HERE}
     assert len(both) >= 15
     for key, to in both.items():
         assert HERE[key].partition(":")[0].removeprefix("trainer.strategy.init_args.") == to.removesuffix(".mode"), key

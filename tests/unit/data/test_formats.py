@@ -46,7 +46,10 @@ def test_formats():
     assert find_format({"text", "input_ids"}, "x") == "tokens"
     assert find_format({"text", "prompt", "completion"}, "x") == "prompt_completion"
     for columns in ({"content"}, set[str](), {"instruction"}, {"prompt", "response"}):
-        with pytest.raises(DataError, match=r"of no known row format\n  allowed: messages(?s:.*)\{messages: chat\}"):
+        with pytest.raises(
+            DataError,
+            match=r"cannot detect the row format from columns .*\n  allowed: messages(?s:.*)\{messages: chat\}",
+        ):
             find_format(columns, "rows.jsonl:1")
 
 

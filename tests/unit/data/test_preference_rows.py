@@ -105,7 +105,7 @@ def test_validation_takes_whole_pairs_and_a_stream_gives_the_same_pairs(given: d
 
 def test_what_cannot_be_mixed_packed_or_trained_on_is_refused(tmp_path: Path, given: dict[str, Any]):
     plain = write_rows(tmp_path / "plain.jsonl", [{"prompt": "a", "completion": "b"}])
-    for options, takes_pairs, error in [
+    for options, is_preference, error in [
         ({"train": [given["train"], plain]}, None, "data.train: got sources of formats preference, prompt_completion"),
         ({"packing": True}, None, "data.packing: got true"),
         ({}, False, "PreferenceModule"),
@@ -114,6 +114,6 @@ def test_what_cannot_be_mixed_packed_or_trained_on_is_refused(tmp_path: Path, gi
         ({"train": [{"source": plain, "format": "prompt_completion"}]}, True, "one completion"),
     ]:
         data = CausalLMDataModule(**{**given, **options})
-        data.attach(byte_level_tokenizer(), 0, takes_pairs=takes_pairs)
+        data.attach(byte_level_tokenizer(), 0, is_preference=is_preference)
         with pytest.raises((ConfigError, DataError), match=error):
             data.prepare(["train"])

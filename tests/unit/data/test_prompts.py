@@ -62,7 +62,7 @@ def test_the_first_validation_rows(tmp_path: Path) -> None:
 
 def test_bad_prompts(tmp_path: Path) -> None:
     for row, said in (
-        ({"answer": 1}, "of no known row format"),
+        ({"answer": 1}, "cannot detect the row format from columns"),
         ({"messages": [{"role": "user", "content": "long " * 300}, ANSWER]}, "nothing to ask .cut before"),
     ):
         file = write_rows(tmp_path / "asked.jsonl", [{"text": "fine"}, row])

@@ -99,7 +99,7 @@ def test_one_task_is_a_place_to_start_ranks_from_and_none_of_several():
 
 _PROGRAM = """
 import os, signal, sys, time
-from lit_fsdp.ending import ended
+from lit_fsdp.exit_codes import exit_code_of
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.host import wait_for_first
 from lit_fsdp.launch import ranks
@@ -110,22 +110,22 @@ rank = os.environ.get("LOCAL_RANK", "0")
 def act():
     case = sys.argv[1]
     if rank == "0":
-        ranks.RANKS.start({"devices": 3})
+        ranks.LAUNCHED_RANKS.start({"devices": 3})
     elif case == "killed" and rank == "1":
         os.kill(os.getpid(), signal.SIGKILL)
     if case == "all fail" or (case == "one fails" and rank == "2"):
         raise ConfigError("model.name", rank, "another")
     if rank == "0" and case != "all fail":
         print("prepared", flush=True)
-        ranks.RANKS.release()
+        ranks.LAUNCHED_RANKS.release()
     wait_for_first()
     print("met", rank, os.environ["WORLD_SIZE"], os.environ["MASTER_ADDR"], flush=True)
     if rank == "0":
         time.sleep(60 if case in ("killed", "one fails") else 0)
-        ranks.RANKS.end(grace_seconds=20)
+        ranks.LAUNCHED_RANKS.end(grace_seconds=20)
     return 0
 
-sys.exit(ended(act))
+sys.exit(exit_code_of(act))
 """
 
 

@@ -9,7 +9,7 @@ import warnings
 from lit_fsdp.host import is_first_process
 
 
-def speak() -> None:
+def setup_logging() -> None:
     """Show our own log lines on standard error, from the first process; warnings from all; less of Lightning's."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(message)s"))

@@ -20,7 +20,7 @@ from lit_fsdp.host import EXIT_LOST, first_one_speaks, global_rank, is_first_pro
 from lit_fsdp.redaction import guarded_streams
 
 
-def ended(act: Callable[[], int], debug: bool = False) -> int:
+def exit_code_of(act: Callable[[], int], debug: bool = False) -> int:
     """Run ``act`` and return its exit code, which a job is told too; see :func:`lit_fsdp.__main__.main`.
 
     With ``debug`` the traceback of what a user can fix is shown too.
@@ -28,13 +28,13 @@ def ended(act: Callable[[], int], debug: bool = False) -> int:
     code = 1  # of an exception that nobody catches
     try:
         with guarded_streams():
-            code = _ended(act, debug)
+            code = _exit_code_of(act, debug)
         return code
     finally:
         tell_job(f"exit.{global_rank()}", str(code))
 
 
-def _ended(act: Callable[[], int], debug: bool) -> int:
+def _exit_code_of(act: Callable[[], int], debug: bool) -> int:
     try:
         with first_one_speaks():
             code = act()
