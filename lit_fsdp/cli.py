@@ -376,6 +376,9 @@ class RecipeCLI(LightningCLI):
         self._declared = run
         for rule in RULES:
             rule(run)
+        if not ours["trainer.strategy"] and trainer.is_global_zero:
+            text = f"trainer.strategy: {type(strategy).__name__} is Lightning's own or somebody's"
+            print(f"{text}: no dtype contract, no verified checkpoints, no elastic resume", file=sys.stderr)
         if ours["data"] and self.verb == "fit":
             self.datamodule.fix_batches(run.data_ranks, parsed.trainer.accumulate_grad_batches)
         if ours["model"] or ours["data"]:

@@ -146,6 +146,8 @@ def run_plan(argv: Sequence[str]) -> int:
         )
     elif gpu is not None:
         lines.append("seconds per step: no operations are known for this architecture, or no rate for this precision")
+    if gib is None:
+        lines.append("add --gpu h100-80gb, or another, for seconds per step, the largest micro-batch and a choice")
     best = None
     if gib is not None:
         room, rows = found.room(gib), search.largest_rows(run, gib)
