@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -46,3 +48,15 @@ def test_the_readme_is_short_and_the_manual_names_every_promise_in_order() -> No
     text = (ROOT / "docs/verification.md").read_text(encoding="utf-8")
     named = re.findall(r"\| `(tests/spec/test_\d\d_\w+\.py)` \|", text)
     assert named == [str(path.relative_to(ROOT)) for path in sorted((ROOT / "tests" / "spec").glob("test_*.py"))]
+
+
+def test_the_architecture_names_functions_that_exist() -> None:
+    text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    rows = re.findall(r"\| `(lit_fsdp/[\w/]+\.py)` \| `([\w.]+)` \|", text)
+    assert len(rows) == len(re.findall(r"\| `lit_fsdp/", text)) > 30
+    for file, path in rows:
+        nodes: Sequence[ast.AST] = ast.parse((ROOT / file).read_text(encoding="utf-8")).body
+        for name in path.split("."):
+            node = next((node for node in nodes if getattr(node, "name", "") == name), None)
+            assert node is not None, f"{file} has no {path}"
+            nodes = getattr(node, "body", ())
