@@ -84,6 +84,8 @@ class Dispatch:
         The engine averages gradients of experts over the ranks that hold the same ones, a ``degree``-th part of all
         ranks whose tokens they have seen. From here to :meth:`back` gradients are divided by ``degree``.
         """
+        # not by FSDP2's set_gradient_divide_factor: gloo needs it with forced sums, and torch 2.11 to 2.15 then divides
+        # twice on a mesh of one rank (findings/fsdp2-divides-twice-on-one-shard.sh)
         x_TI = self._exchange(x_SI, self._received, self._sent)[self._order_T]
         return scaled_gradient(x_TI, self._group.degree)
 
