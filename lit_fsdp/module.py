@@ -83,8 +83,9 @@ class CausalLMModule(LightningModule):
     saved_names: set[str] | None = None
     _divided_by = 0  # which of a step's sums the loss is a mean over
 
-    def __init__(self, **kwargs: Any) -> None:
+    def __init__(self, *names: Any, **kwargs: Any) -> None:
         super().__init__()
+        require(not names, "CausalLMModule", ", ".join(map(repr, names)), "arguments by name", "write name=...")
         kwargs = vars(build(ModelConfig, kwargs, "model"))
         self.config = ModelConfig(**kwargs)  # where jsonargparse finds the arguments that a recipe may give
         require(self.config.name, "model.name", "null", "a hub name, folder, GGUF file or config", "name the model")

@@ -78,7 +78,7 @@ def test_what_was_saved_is_the_model_that_was_trained(
     next_loss = torch.no_grad()(lambda model, *rest: [float(step_loss(model, global_batch(3)))])
     monkeypatch.setattr(generate, "answer_batch", next_loss)
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merge")
-    found = [generate.chat(str(tmp_path / "adapter"), "2 + 2?"), *next_loss(merged)]
+    found = [generate.Chat(str(tmp_path / "adapter")).answer("2 + 2?"), *next_loss(merged)]
     assert found == pytest.approx([whole["losses"][3]] * 2, rel=1e-5)
     rounded = AutoModelForCausalLM.from_pretrained(tiny_model)
     for name, layer in rounded.named_modules():

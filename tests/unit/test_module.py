@@ -194,3 +194,8 @@ def test_hooks_that_move_batches_are_left_to_data_modules():
     """Lightning warns in every run of a module that has one beside a data module, and passes over the latter's."""
     hooks = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
     assert not [hook for hook in hooks if hook in vars(CausalLMModule)]
+
+
+def test_arguments_have_names():
+    with pytest.raises(ConfigError, match=r"CausalLMModule: got 'gpt2'(?s:.*)write name="):
+        CausalLMModule("gpt2")
