@@ -14,7 +14,7 @@ def run_report(argv: Sequence[str]) -> int:
     text = "Write the page that ends each fit anew, of a killed run too, or one page that compares runs."
     parser = verb_parser("report", text, "lit-fsdp report runs/smoke")
     parser.add_argument("runs", metavar="RUN", type=Path, nargs="+", help="run folders")
-    parser.add_argument("-o", "--out", type=Path, help="file; default: report.html in the run folder, of several here")
+    parser.add_argument("-o", "--out", type=Path, help="file; default: report.html in RUN, of several beside the first")
     options = parse(parser, argv)
     from lit_fsdp.report.page import NAME, read_run, write_page
 
@@ -23,7 +23,10 @@ def run_report(argv: Sequence[str]) -> int:
         given = f"{run.folder}, which has no step in a metrics.csv"
         fix = "name the trainer.default_root_dir of a fit; trainer.log_every_n_steps: 1 lets it log every step"
         require(run.metrics, "RUN", given, "a run folder with logged steps", fix)
-    out: Path = options.out or (runs[0].folder / NAME if len(runs) == 1 else Path(NAME))
+    names = [run.folder.resolve().name for run in runs]
+    others = names[1] if len(runs) == 2 else f"{len(runs) - 1}-more"
+    beside = runs[0].folder / NAME if len(runs) == 1 else runs[0].folder.parent / f"report-{names[0]}-{others}.html"
+    out: Path = options.out or beside
     write_page(runs, out)
     print(out)
     return 0

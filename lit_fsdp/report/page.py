@@ -97,7 +97,7 @@ def read_run(folder: Path) -> RunFiles:
         path = folder / "metrics.csv"
         with path.open(encoding="utf-8") if path.is_file() else io.StringIO() as file:
             for row in csv.DictReader(line for line in file if line.endswith("\n")):
-                done = int(row.pop("step")) + 1  # a row counts its step from 0
+                done = int(row.pop("step"))
                 for name, cell in row.items():
                     if cell and name != "epoch":
                         metrics.setdefault(name, Curve()).add(done, float(cell))

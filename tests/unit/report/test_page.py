@@ -28,7 +28,7 @@ RECIPE: dict[str, Any] = {
     "model": {"name": EVIL, "optim": {"lr": 1e-4, "warmup_steps": 10}},
     "data": {"train": ["a.jsonl", EVIL]},
 }
-ROWS = ["step,train_loss,lr,val_loss,mine", "0,4.0,0.1,,", "1,3.0,0.2,2.5,nan", "2,inf,0.3,,7", "3,2.0,0.4,3.5,8"]
+ROWS = ["step,train_loss,lr,val_loss,mine", "1,4.0,0.1,,", "2,3.0,0.2,2.5,nan", "3,inf,0.3,,7", "4,2.0,0.4,3.5,8"]
 
 
 def run_folder(folder: Path, recipe: dict[str, Any] = RECIPE, rows: list[str] = ROWS, **files: Any) -> Path:
@@ -77,9 +77,10 @@ def test_runs_beside_each_other(tmp_path: Path, capsys: pytest.CaptureFixture[st
     other = json.loads(json.dumps(RECIPE))
     other["model"]["optim"] = {"lr": 1e-3, "schedule": EVIL}
     run_folder(Path("runs/a"))
-    run_folder(Path("runs/b"), other, [*ROWS[:3], "2,1.0,0."])  # killed in the middle of a line
+    run_folder(Path("runs/b"), other, [*ROWS[:3], "3,1.0,0."])  # killed in the middle of a line
     (tmp_path / "runs/b/metrics.csv").write_text((tmp_path / "runs/b/metrics.csv").read_text().rstrip("\n"))
     page = page_of("runs/a", "runs/b", capsys=capsys)
+    assert Path("runs/report-a-b.html").is_file()
     assert page.tables["Where the recipes differ"] == [
         ["", "runs/a", "runs/b"],
         ["model.optim.lr", "0.0001", "0.001"],
@@ -129,7 +130,9 @@ def test_a_page_takes_no_more_memory_for_more_steps(tmp_path: Path):
     peaks = []
     for steps in (2_000, 20_000):
         folder = tmp_path / str(steps)
-        run_folder(folder, rows=["step,loss,lr", *(f"{step},{step * 7919 % 101},{step}.5" for step in range(steps))])
+        run_folder(
+            folder, rows=["step,loss,lr", *(f"{step + 1},{step * 7919 % 101},{step}.5" for step in range(steps))]
+        )
         tracemalloc.start()
         assert read_run(folder).metrics["lr"].last == (steps, steps - 0.5)
         peaks.append(tracemalloc.get_traced_memory()[1])
