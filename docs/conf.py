@@ -24,11 +24,14 @@ from lit_fsdp.commands.recipes import by_model, recipe_row  # noqa: E402
 
 project = "lit_fsdp"
 version = release = __version__
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
+copybutton_prompt_text = "$ "
 myst_heading_anchors = 3
 html_theme = "furo"
 html_title = f"lit_fsdp {__version__}"
 html_show_copyright = False
+html_static_path = ["static"]
+html_css_files = ["manual.css"]
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
 autodoc_preserve_defaults = True
@@ -36,9 +39,12 @@ exclude_patterns = ["pictures"]
 
 
 class Fields(SphinxDirective):
-    """The fields of a dataclass: name, type, default and the sentence under it, as ``--help`` has them."""
+    """The fields of a dataclass: name, type, default and the sentence under it, as ``--help`` has them.
 
-    required_arguments = 1
+    The second argument is the path of the section; each key can be linked to as ``#path.key``.
+    """
+
+    required_arguments = 2
 
     def run(self) -> list[nodes.Node]:
         """A definition list."""
@@ -49,7 +55,11 @@ class Fields(SphinxDirective):
         found = nodes.definition_list()
         for field in dataclasses.fields(cls):
             default = "" if field.default is dataclasses.MISSING else f" = {default_words(field.default)}"
+            anchor = f"{self.arguments[1]}.{field.name}"
+            link = nodes.reference("", "¶", refuri=f"#{anchor}", classes=["headerlink"])
             term = nodes.term("", "", nodes.literal("", field.name), nodes.literal("", default, classes=["default"]))
+            term["ids"].append(anchor)
+            term += link
             kind = nodes.classifier("", type_words(hints[field.name]))
             text = nodes.definition("", nodes.paragraph("", " ".join(said[field.name].split())))
             item = nodes.definition_list_item("", term, kind, text)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TextIO
 
 import torch
+from rich.console import Console
 from torch import nn
 
 from lit_fsdp.config.model import FLASH_ATTENTION
@@ -22,7 +23,7 @@ from lit_fsdp.models.resolve import resolve_architecture
 from lit_fsdp.parallel.activation import prepare_blocks, recompute_by_unit
 from lit_fsdp.parallel.precision import TORCH_DTYPES, cast_parameters, declared_dtypes, has_bf16
 from lit_fsdp.parallel.units import UnitPlan, audit, packed_weights, plan_for
-from lit_fsdp.report.tables import parameter_counts, ranks_table, units_table, wide_console
+from lit_fsdp.report.tables import parameter_counts, ranks_table, units_table
 
 
 class CausalLMModule(nn.Module):
@@ -81,7 +82,7 @@ def device_type(run: RunConfig) -> str:
 
 def print_recipe_audit(record: dict[str, Any], file: TextIO | None = None) -> None:
     """The audit of a recipe as tables on standard output, or in ``file``."""
-    console = wide_console(file or sys.stdout)
+    console = Console(file=file or sys.stdout)
     console.print(units_table(record))
     console.print(ranks_table(record["state_per_rank"]))
     dtypes = ", ".join(f"{what} {dtype}" for what, dtype in record["precision"]["declared"].items())
@@ -96,7 +97,7 @@ def print_recipe_audit(record: dict[str, Any], file: TextIO | None = None) -> No
         *(f"replaced: {name}: {text}" for name, text in record["replaced"].items()),
     ]
     for line in lines:
-        console.print(line, highlight=False, markup=False)
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 # What each rank keeps between steps, as the two engines split it: FSDP2 cuts every parameter along dim 0 into chunks of

@@ -34,21 +34,15 @@ from lit_fsdp.callbacks.throughput import Throughput
 from lit_fsdp.checkpoint.files import naming
 from lit_fsdp.checkpoint.run_folder import Resume, find_resume
 from lit_fsdp.checkpoint.run_lock import RunLock
+from lit_fsdp.config.command_line import OWN_CLASSES, TRUSTED, read_command_line
 from lit_fsdp.config.data import DataConfig
 from lit_fsdp.config.model import ModelConfig
-from lit_fsdp.config.parser import (
-    OWN_CLASSES,
-    SECTIONS,
-    TRUSTED,
-    complete,
-    not_allowed,
-    parse,
-    read_command_line,
-    typed,
-    use_loader,
-)
+from lit_fsdp.config.parser import SECTIONS, complete, parse
+from lit_fsdp.config.parser_errors import not_allowed
 from lit_fsdp.config.run import FACTORY, RULES, STRATEGY, CheckpointConfig, RunConfig
+from lit_fsdp.config.sections import typed
 from lit_fsdp.config.strategy import StrategyConfig
+from lit_fsdp.config.yaml_files import use_loader
 from lit_fsdp.datamodule import CausalLMDataModule
 from lit_fsdp.errors import ConfigError, RefusedByLightning, require
 from lit_fsdp.exit_codes import exit_code_of
@@ -201,6 +195,10 @@ class RecipeCLI(LightningCLI):
             super().parse_arguments(parser, args)
         else:
             given = ["--help"] if self.shows_help else self.line.short_words(not self._is_foreign_model, self._open)
+            named = {f"--{name}.help": self.line.classes.get(name, path) for name, path in OWN_CLASSES.items()}
+            for index in (index for index, word in enumerate(given) if word in named):
+                if not given[index + 1 :] or given[index + 1].startswith("-"):
+                    given[index] += f"={named[given[index]]}"  # else of the class that both are of
             words = [*([self.verb] if self.verb else []), *given]
             known = self._parser(self.verb)._actions if self.verb else []
             self.config = parse(parser, words, known=[action.dest for action in known])

@@ -16,8 +16,8 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from transformers import PreTrainedTokenizerBase
 
 from lit_fsdp.config.data import DEFAULT_BATCH, DataConfig, accumulation_steps
-from lit_fsdp.config.parser import build
 from lit_fsdp.config.run import check_whole_batches
+from lit_fsdp.config.sections import build, takes_fields
 from lit_fsdp.config.strategy import StrategyConfig
 from lit_fsdp.data.batches import BatchLoader, SampleBatches
 from lit_fsdp.data.encode import RowEncoder
@@ -45,6 +45,7 @@ class CausalLMDataModule(LightningDataModule):
 
     num_embeddings: int | None = None  # rows with larger token ids are refused; None: as the module says, if it does
 
+    @takes_fields(DataConfig)
     def __init__(self, **kwargs: Any) -> None:
         super().__init__()
         kwargs = vars(build(DataConfig, kwargs, "data"))

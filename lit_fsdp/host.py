@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import functools
 import json
 import logging
 import os
@@ -14,6 +15,7 @@ import socket
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -32,6 +34,7 @@ FIRST = "LIT_FSDP_FIRST"
 _log = logging.getLogger(__name__)
 _PORTS = range(10000, 20000)
 """Below those of outgoing connections, which may take a port before rank 0 listens, and those of SLURM jobs."""
+_RESERVED: deque[socket.socket] = deque()
 _ISA_WITHOUT_BF16 = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI")
 
 
@@ -61,6 +64,12 @@ def global_rank() -> int:
 def is_first_process() -> bool:
     """Whether this process is the one of all ranks that speaks."""
     return global_rank() == 0 and os.environ.get("NODE_RANK", "0") == "0"
+
+
+@functools.cache
+def say_once(text: str) -> None:
+    """Print to standard error what is worth saying once per process."""
+    print(text, file=sys.stderr)
 
 
 def is_launched_by_lightning() -> bool:
@@ -138,11 +147,22 @@ def end_with_first(is_running: Callable[[], bool]) -> None:
 
 
 def free_port() -> int:
-    """Find a TCP port for the rendezvous, which nobody listens on."""
+    """Find a TCP port for the rendezvous that nobody listens on, and reserve it while this process lives.
+
+    Only sockets that reuse addresses, as those of ``torch.distributed`` do, can listen on it in the meantime.
+    """
     for port in random.SystemRandom().choices(_PORTS, k=200):  # processes of one seed must not choose alike
-        with suppress(OSError), socket.socket() as probe:
-            probe.bind(("", port))
-            return port
+        reserved = socket.socket()
+        try:
+            reserved.bind(("", port))
+        except OSError:
+            reserved.close()
+            continue
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # now, as two of us could bind otherwise
+        _RESERVED.append(reserved)
+        if len(_RESERVED) > 16:
+            _RESERVED.popleft().close()
+        return port
     raise OSError(errno.EADDRINUSE, "no port is free")
 
 

@@ -27,7 +27,7 @@ from transformers import PreTrainedTokenizerBase
 from lit_fsdp.checkpoint.manifest import Manifest, read_manifest
 from lit_fsdp.checkpoint.store import load_weights
 from lit_fsdp.config.model import ModelConfig, OptimConfig, schedule_factor
-from lit_fsdp.config.parser import build
+from lit_fsdp.config.sections import build, takes_fields
 from lit_fsdp.errors import ConfigError, require
 from lit_fsdp.metrics.hardware import is_accelerator, to_device
 from lit_fsdp.metrics.step_metrics import STEP_COUNTS, SumMetric, batch_counts, eval_means, step_metrics
@@ -83,6 +83,7 @@ class CausalLMModule(LightningModule):
     saved_names: set[str] | None = None
     _divided_by = 0  # which of a step's sums the loss is a mean over
 
+    @takes_fields(ModelConfig)
     def __init__(self, *names: Any, **kwargs: Any) -> None:
         super().__init__()
         require(not names, "CausalLMModule", ", ".join(map(repr, names)), "arguments by name", "write name=...")

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from lit_fsdp.config.model import PreferenceModelConfig
-from lit_fsdp.config.parser import build
+from lit_fsdp.config.sections import build, takes_fields
 from lit_fsdp.data.order import FILLER
 from lit_fsdp.errors import require
 from lit_fsdp.host import cache_root, is_first_process, make_once
@@ -53,6 +53,7 @@ class PreferenceModule(CausalLMModule):
     pair_rows: str | None = None
     _divided_by = len(STEP_COUNTS)
 
+    @takes_fields(PreferenceModelConfig)
     def __init__(self, **kwargs: Any) -> None:
         kwargs = vars(build(PreferenceModelConfig, kwargs, "model"))
         super().__init__(**{name: value for name, value in kwargs.items() if name != "preference"})

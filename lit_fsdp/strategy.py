@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
-import typing
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ from lit_fsdp.checkpoint import store
 from lit_fsdp.checkpoint.manifest import read_manifest
 from lit_fsdp.checkpoint.safetensors_file import read_tensor
 from lit_fsdp.checkpoint.state import with_sharded
-from lit_fsdp.config.parser import build
+from lit_fsdp.config.sections import build, takes_fields
 from lit_fsdp.config.strategy import StrategyConfig
 from lit_fsdp.parallel.ddp import ReplicatedStrategy
 from lit_fsdp.parallel.fsdp1 import FSDP1Strategy
@@ -25,6 +23,7 @@ from lit_fsdp.parallel.fsdp2 import FSDP2Strategy
 _ENGINES: dict[str, Callable[[StrategyConfig], Strategy]] = {"fsdp2": FSDP2Strategy, "fsdp1": FSDP1Strategy}
 
 
+@takes_fields(StrategyConfig, Strategy)
 def fsdp_strategy(**kwargs: Any) -> Strategy:
     """A strategy for Lightning's Trainer that shards any LightningModule, on CPU (gloo) or CUDA (NCCL).
 
@@ -39,13 +38,6 @@ def fsdp_strategy(**kwargs: Any) -> Strategy:
     """
     config = build(StrategyConfig, kwargs, "fsdp_strategy")
     return _ENGINES.get(config.engine, ReplicatedStrategy)(config)
-
-
-_TYPES, _FIELDS = typing.get_type_hints(StrategyConfig), inspect.signature(StrategyConfig).parameters.values()
-# What ``help()`` and a recipe's parser are told.
-fsdp_strategy.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-    [field.replace(annotation=_TYPES[field.name]) for field in _FIELDS], return_annotation=Strategy
-)
 
 
 def _read_folders_too(read: Callable[..., Any]) -> Callable[..., Any]:

@@ -34,7 +34,7 @@ class Page(HTMLParser):
 
     def __init__(self, text: str) -> None:
         super().__init__()
-        self.text, self.tables, self.curves, self.tags = text, {}, {}, set()
+        self.text, self.tables, self.curves, self.tags, self.ticks = text, {}, {}, set(), list[list[str]]()
         self._open: list[str] = []
         self._title, self._said = "", ""
         self._points: list[int] = []
@@ -53,6 +53,8 @@ class Page(HTMLParser):
             self.tables[self._title] = []
         if tag == "tr":
             self.tables[self._title].append([])
+        if given.get("class") == "ticks":
+            self.ticks.append([])
         self._said = "" if tag != "b" else self._said
 
     def handle_data(self, data: str) -> None:
@@ -64,5 +66,7 @@ class Page(HTMLParser):
             self._title = self._said
         if tag in ("th", "td"):
             self.tables[self._title][-1].append(self._said)
+        if tag == "small":
+            self.ticks[-1].append(self._said)
         if tag == "span":  # of a legend, in the order of the curves
             self.curves[self._said.rpartition(" ")[0]] = self._points.pop(0)

@@ -10,6 +10,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.tensor import DTensor, Replicate
 
+from lit_fsdp.checkpoint.state import local_part
 from lit_fsdp.errors import CheckpointError, require
 from lit_fsdp.parallel.base import EngineStrategy
 
@@ -27,14 +28,14 @@ class _Averages(torch.optim.Optimizer):
 
     def pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """This rank's part of each parameter and of its average, in fp32."""
-        return [(_local(param.detach()), _local(entry["average"])) for param, entry in self.state.items()]
+        return [(local_part(param.detach()), local_part(entry["average"])) for param, entry in self.state.items()]
 
     def load_state_dict(self, state_dict: Any) -> None:
         """Copy; torch would cast to the dtype of the parameters."""
         (saved,), (here,) = state_dict["param_groups"], self.param_groups
         for key, param in zip(saved["params"], here["params"], strict=True):
             if param in self.state:
-                _local(self.state[param]["average"]).copy_(_local(state_dict["state"][key]["average"]))
+                local_part(self.state[param]["average"]).copy_(local_part(state_dict["state"][key]["average"]))
 
 
 class EMAWeights(Callback):
@@ -155,9 +156,5 @@ class EMAWeights(Callback):
         if odd := sorted(here["state"].keys() ^ saved.keys()):
             raise CheckpointError(f"EMAWeights: the checkpoint has averages of other weights: {', '.join(odd[:5])}")
         for name, entry in here["state"].items():
-            _local(entry["average"]).copy_(_local(saved[name]))
+            local_part(entry["average"]).copy_(local_part(saved[name]))
         strategy.set_optimizer_state(self._averages, here, StateDictOptions(strict=False))
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

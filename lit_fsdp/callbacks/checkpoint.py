@@ -18,8 +18,8 @@ from lit_fsdp.checkpoint.manifest import record_metrics
 from lit_fsdp.checkpoint.ranks import Ranks
 from lit_fsdp.checkpoint.run_folder import FOLDER, Found
 from lit_fsdp.checkpoint.run_lock import RunLock
-from lit_fsdp.config.parser import build
 from lit_fsdp.config.run import CheckpointConfig
+from lit_fsdp.config.sections import build
 from lit_fsdp.errors import CheckpointError, require
 from lit_fsdp.metrics.hardware import is_accelerator
 from lit_fsdp.parallel.base import EngineStrategy

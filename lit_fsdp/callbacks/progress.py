@@ -36,6 +36,7 @@ class RunProgress(ProgressBar):
         super().__init__()
         self._bar: Progress | None = None
         self._text = ""
+        self._validated_step = -1
         self._ended = threading.Event()
 
     def disable(self) -> None:
@@ -56,7 +57,9 @@ class RunProgress(ProgressBar):
             # where the line is too narrow for all, the numbers at its end give way
             numbers = TextColumn("{task.description}", table_column=Column(no_wrap=True, ratio=1))
             steps_done = TextColumn("step {task.completed}/{task.total}")
-            self._bar = Progress(steps_done, TimeRemainingColumn(), numbers, console=console, expand=True)
+            self._bar = Progress(
+                steps_done, TimeRemainingColumn(), TextColumn("left"), numbers, console=console, expand=True
+            )
             self._bar.start()
             self._bar.add_task("", total=self._total, completed=trainer.global_step)
         else:
@@ -90,8 +93,9 @@ class RunProgress(ProgressBar):
             self._say(f"{what}: {now - self._stepped:.0f} s so far")
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write one line per validation during training."""
-        if trainer.is_global_zero and trainer.state.fn == "fit" and not trainer.sanity_checking:
+        """Write one line per step with a validation; Lightning may validate twice between two optimizer steps."""
+        is_new, self._validated_step = trainer.global_step != self._validated_step, trainer.global_step
+        if is_new and trainer.is_global_zero and trainer.state.fn == "fit" and not trainer.sanity_checking:
             found = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("val_")}
             text = "  ".join(f"{name} {value:.4f}" for name, value in found.items())
             print(f"step {trainer.global_step}: {text}", file=sys.stderr)  # under a bar rich puts it above

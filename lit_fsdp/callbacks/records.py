@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
+from rich.console import Console
 
+from lit_fsdp.callbacks.stop import StopRequested
 from lit_fsdp.checkpoint.files import replace_bytes
 from lit_fsdp.checkpoint.ranks import Ranks
 from lit_fsdp.checkpoint.storage import versions
-from lit_fsdp.config.parser import changed_values
+from lit_fsdp.config.sections import changed_values
 from lit_fsdp.metrics.hardware import is_accelerator, peak_device_bytes, peak_host_bytes, reset_peak_host_bytes
 from lit_fsdp.parallel.base import EngineStrategy
 from lit_fsdp.redaction import redact_values
 from lit_fsdp.report.data import data_table
-from lit_fsdp.report.tables import dtypes_table, parameter_counts, units_table, wide_console
+from lit_fsdp.report.tables import dtypes_table, parameter_counts, units_table
 
 _log = logging.getLogger(__name__)
 PENDING_RECIPE = ".recipe.yaml"
@@ -32,7 +36,7 @@ def record_data(datamodule: Any, stage: str, folder: Path) -> None:
     record = datamodule.describe()
     if stage == "fit":
         write_json(folder / "data.json", record)
-    wide_console(sys.stderr).print(data_table(record))
+    show(data_table(record))
 
 
 class RunRecord(Callback):
@@ -41,7 +45,7 @@ class RunRecord(Callback):
     ``grad_norm``, the 2-norm of all gradients of a step before clipping, is logged.
     """
 
-    _dtypes_written = False
+    _dtypes_written = _has_audit = False
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Note the memory before the model is built."""
@@ -54,7 +58,9 @@ class RunRecord(Callback):
             record("state", context="state", stacks="python")
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Write down what fills a GPU that is out of memory, before the Trainer clears it."""
+        """Note how the run ended, and what fills a GPU that is out of memory, before the Trainer clears it."""
+        is_stop = isinstance(exception, (StopRequested, KeyboardInterrupt))
+        self._note(trainer, "stopped" if is_stop else f"failed: {type(exception).__name__}")
         device = trainer.strategy.root_device
         if not isinstance(exception, torch.OutOfMemoryError) or not is_accelerator(device):
             return
@@ -80,8 +86,9 @@ class RunRecord(Callback):
         if not isinstance(strategy, EngineStrategy):
             return
         if trainer.is_global_zero:
-            record = {**strategy.audit, "versions": versions()}
+            record = {**strategy.audit, "versions": versions(), "status": "running", "started": _now()}
             write_json(Path(trainer.default_root_dir) / "audit.json", record)
+            self._has_audit = True
             counts = f"{parameter_counts(record)} in {record['num_units']} units"
             text = f"{counts}, {record['num_params_on_this_rank']:,} on rank 0"
             show(units_table(record), text, *(f"replaced: {name}: {why}" for name, why in record["replaced"].items()))
@@ -111,6 +118,12 @@ class RunRecord(Callback):
         ranks = gathered(trainer, peak_device_bytes(device) - before)
         if trainer.is_global_zero:
             add_to_audit(Path(trainer.default_root_dir), {"measured_peak_bytes_per_rank": ranks})
+            self._note(trainer, "finished")
+
+    def _note(self, trainer: Trainer, status: str) -> None:
+        if self._has_audit and trainer.is_global_zero:
+            with contextlib.suppress(OSError):  # of a disk that is full, which may be why the run ends
+                add_to_audit(Path(trainer.default_root_dir), {"status": status, "ended": _now()})
 
 
 class PredictionWriter(Callback):
@@ -148,6 +161,10 @@ def gathered(trainer: Trainer, own: Any) -> list[Any]:
     return Ranks().run("gathering what ranks have", lambda: own)
 
 
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
 def _resumed_from(trainer: Trainer, step: int) -> str:
     """From which step a run goes on, and each value of its recipe that is another one than the checkpoint's."""
     strategy: Any = trainer.strategy
@@ -164,9 +181,9 @@ def _resumed_from(trainer: Trainer, step: int) -> str:
 
 def show(*parts: Any) -> None:
     """Print tables and plain text on standard error."""
-    console = wide_console(sys.stderr)
+    console = Console(file=sys.stderr)
     for part in parts:
-        console.print(part, highlight=False, markup=False)
+        console.print(part, highlight=False, markup=False, soft_wrap=isinstance(part, str))
 
 
 def add_to_audit(folder: Path, values: dict[str, Any]) -> dict[str, Any]:

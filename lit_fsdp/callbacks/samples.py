@@ -16,8 +16,8 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lit_fsdp.callbacks.isolation import run_aside, untouched
 from lit_fsdp.callbacks.records import gathered
 from lit_fsdp.checkpoint.files import replace_bytes
-from lit_fsdp.config.parser import build
 from lit_fsdp.config.run import SamplesConfig
+from lit_fsdp.config.sections import build
 from lit_fsdp.data.prompts import Prompt
 from lit_fsdp.report.data import visible
 

@@ -35,6 +35,11 @@ class Sharded(NamedTuple):
     """By mesh axis, which dimension was split over it; None: each rank had all."""
 
 
+def local_part(tensor: Any) -> Any:
+    """This rank's part of a DTensor; any other tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def without_sharded(state: Any) -> tuple[Any, dict[str, DTensor]]:
     """``state`` with a :class:`Sharded` in place of each DTensor, and these by the name to save them under."""
     found: dict[str, DTensor] = {}

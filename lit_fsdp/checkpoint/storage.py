@@ -47,6 +47,7 @@ from lit_fsdp.checkpoint import files
 from lit_fsdp.checkpoint.files import MANIFEST, FileEntry
 from lit_fsdp.checkpoint.manifest import Chunk, Layout, Manifest, TensorSpec
 from lit_fsdp.checkpoint.safetensors_file import TensorFile, file_order
+from lit_fsdp.checkpoint.state import local_part
 from lit_fsdp.errors import CheckpointError
 from lit_fsdp.host import tell_job
 
@@ -295,7 +296,7 @@ def parts_of(
     parts = {}
     taken: dict[tuple[int, ...], list[int]] = {}
     for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].nbytes, item[0])):  # evens out best
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        local = local_part(tensor)
         if not local.numel() and tensor.numel():
             continue
         ranks = _holders(tensor) if isinstance(tensor, DTensor) else tuple(range(num_ranks))

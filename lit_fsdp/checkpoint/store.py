@@ -21,13 +21,13 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.tensor import DTensor
 
 from lit_fsdp.checkpoint import files as disk
 from lit_fsdp.checkpoint import state as state_json
 from lit_fsdp.checkpoint.manifest import Layout, Manifest, TensorSpec, checked_extra, read_manifest
 from lit_fsdp.checkpoint.ranks import Ranks, reason
 from lit_fsdp.checkpoint.safetensors_file import read_tensor, spec_of
+from lit_fsdp.checkpoint.state import local_part
 from lit_fsdp.checkpoint.storage import (
     STATE,
     Named,
@@ -224,7 +224,7 @@ def load_tensors(folder: Path, into: Mapping[str, torch.Tensor], skip: Collectio
     what = f"reading {folder}"
     reader = ranks.own(what, prepare)
     planner = DefaultLoadPlanner(flatten_state_dict=False)
-    local = {name: tensor.to_local() if isinstance(tensor, DTensor) else tensor for name, tensor in into.items()}
+    local = {name: local_part(tensor) for name, tensor in into.items()}
     here = {name: tensor for name, tensor in into.items() if local[name].numel()}
     with _together(what, ranks):
         dcp.load(here, storage_reader=reader, planner=planner)

@@ -40,13 +40,14 @@ def _inspect(argv: Sequence[str]) -> int:
     can_draw = options.plot is None or importlib.util.find_spec("matplotlib") is not None
     require(can_draw, "--plot", options.plot, "with matplotlib", "pip install 'lit-fsdp[plot]', or leave --plot out")
     setup_logging()
+    from rich.console import Console
+
     from lit_fsdp.data.encode import RowEncoder
     from lit_fsdp.data.packing import describe_data
     from lit_fsdp.data.stream import prepare_samples
     from lit_fsdp.models.resolve import resolve_model
     from lit_fsdp.models.tokenizers import load_tokenizer
     from lit_fsdp.report.data import data_table, pieces, print_samples, write_plot
-    from lit_fsdp.report.tables import wide_console
 
     config, source = run.data, resolve_model(run.model, with_weights=False)
     tokenizer = load_tokenizer(source, run.model)
@@ -62,7 +63,7 @@ def _inspect(argv: Sequence[str]) -> int:
         found = [(ids.tolist(), mask.tolist(), pieces(tokenizer, ids, mask)) for ids, mask in shown]
         print(json.dumps({"data": record, "samples": [dict(zip(names, one, strict=True)) for one in found]}, indent=1))
     else:
-        console = wide_console(sys.stdout)
+        console = Console(file=sys.stdout)
         console.print(data_table(record))
         print_samples(console, tokenizer, options.split, shown)
     return 0

@@ -12,10 +12,12 @@ from typing import Any
 
 from lit_fsdp.commands.parsing import RECIPE, columns, flags_of, verb_parser
 from lit_fsdp.commands.runs import quiet_flags, run_fit
+from lit_fsdp.config.command_line import PREFERENCE, read_command_line
 from lit_fsdp.config.data import accumulation_steps
 from lit_fsdp.config.locations import shipped
 from lit_fsdp.config.model import PreferenceModelConfig, schedule_factor
-from lit_fsdp.config.parser import PREFERENCE, load_recipe, read_command_line, read_yaml
+from lit_fsdp.config.parser import load_recipe
+from lit_fsdp.config.yaml_files import read_yaml
 from lit_fsdp.errors import require
 
 

@@ -86,7 +86,8 @@ def refuse_two_values(short: Mapping[str, tuple[str, Any]], words: Sequence[str]
 
     ``short`` holds by key of the recipe the verb's flag and the value that it gives; for ``also`` see ``load_recipe``.
     """
-    from lit_fsdp.config.parser import read_command_line, values_of_flags
+    from lit_fsdp.config.command_line import read_command_line
+    from lit_fsdp.config.parser import values_of_flags
 
     given = values_of_flags(read_command_line(words), also)
     for key, (flag, value) in short.items():

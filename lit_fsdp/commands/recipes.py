@@ -9,7 +9,7 @@ from pathlib import Path
 
 from lit_fsdp.commands.parsing import columns, parse, run_one_of, verb_parser
 from lit_fsdp.config.locations import shipped_file, shipped_files
-from lit_fsdp.config.parser import read_yaml
+from lit_fsdp.config.yaml_files import read_yaml
 from lit_fsdp.errors import require
 
 _TITLE = re.compile(r"# .+ \((?P<parameters>.+) parameters\), [\w-]+ fine-tune, (?P<hardware>.+)\.")

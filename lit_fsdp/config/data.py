@@ -9,10 +9,20 @@ from lit_fsdp.errors import require
 
 GENERATED = "generated:"
 RowFormat = Literal["auto", "messages", "sharegpt", "instruction", "prompt_completion", "text", "tokens", "preference"]
+NEEDED_COLUMNS: dict[RowFormat, tuple[str, ...]] = {
+    "messages": ("messages",),
+    "sharegpt": ("conversations",),
+    "instruction": ("instruction", "output"),
+    "prompt_completion": ("prompt", "completion"),
+    "tokens": ("input_ids",),
+    "text": ("text",),
+    "preference": ("chosen", "rejected"),
+}
+"""Columns that each row format needs; ``auto`` is the first format whose columns a row has."""
 COLUMNS = (
-    *("messages", "conversations", "system", "tools", "instruction", "input", "output", "prompt", "completion", "text"),
-    *("chat_template_kwargs", "input_ids", "labels", "completion_mask", "attention_mask", "chosen", "rejected"),
-    *("functions", "history"),
+    *(column for needed in NEEDED_COLUMNS.values() for column in needed),
+    *("system", "tools", "functions", "input", "history", "chat_template_kwargs"),
+    *("labels", "completion_mask", "attention_mask"),
 )
 """Our columns, of all row formats."""
 ROLES = ("system", "developer", "user", "assistant", "tool")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 
 _S, _LOGGER = "trainer.strategy.init_args", "trainer.logger: {class_path: lightning.pytorch.loggers"
-_INTO_FOLDER = "init_args: {save_dir: runs/logs}}"
 _KEYS = {
     "seed_everything": "seed random_seed", "data.cache_dir": "dataset_prepared_path",
     "ckpt_path": "resume_from_checkpoint resume_from resume_checkpoint auto_resume_from_checkpoints",
@@ -20,7 +19,7 @@ _KEYS = {
     "trainer.default_root_dir": "output_dir out_dir save_dir run_dir logging_dir",
     "trainer.precision: bf16-mixed": "bf16 mixed_precision", "trainer.precision": "dtype torch_dtype",
     f"{_LOGGER}.WandbLogger}}": "wandb wandb_project wandb_name report_to log_with logger_name",
-    f"{_LOGGER}.TensorBoardLogger, {_INTO_FOLDER}": "tensorboard", f"{_LOGGER}.CSVLogger, {_INTO_FOLDER}": "csv",
+    f"{_LOGGER}.TensorBoardLogger}}": "tensorboard", f"{_LOGGER}.CSVLogger}}": "csv",
     f"{_LOGGER}.MLFlowLogger}}": "mlflow mlflow_experiment_name", f"{_S}.compile: true": "torch_compile",
     f"{_S}.activation_checkpointing: full": "gradient_checkpointing enable_activation_checkpointing",
     f"{_S}.activation_checkpointing: {{mode: full, offload_activations: true}}": "enable_activation_offloading",

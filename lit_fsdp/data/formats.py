@@ -11,20 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from lit_fsdp.config.data import CALL, ROLES, RowFormat, TurnsConfig
+from lit_fsdp.config.data import CALL, NEEDED_COLUMNS, ROLES, RowFormat, TurnsConfig
 from lit_fsdp.errors import DataError
 
 Message = dict[str, Any]
 
-_COLUMNS: dict[RowFormat, tuple[str, ...]] = {  # in this order: the first row format whose columns are all there
-    "messages": ("messages",),
-    "sharegpt": ("conversations",),
-    "instruction": ("instruction", "output"),
-    "prompt_completion": ("prompt", "completion"),
-    "tokens": ("input_ids",),
-    "text": ("text",),
-    "preference": ("chosen", "rejected"),
-}
 _ROLE_KEYS, _CONTENT_KEYS = ("role", "from", "speaker", "author"), ("content", "value", "text")
 _PLAIN = {"role", "content"}
 _FLAGS = ("train", "weight", "loss", "training")
@@ -63,10 +54,10 @@ def find_format(columns: set[str], name: str) -> RowFormat:
     Raises:
         DataError: No row format has these columns.
     """
-    for row_format, needed in _COLUMNS.items():
+    for row_format, needed in NEEDED_COLUMNS.items():
         if columns.issuperset(needed):
             return row_format
-    known = "; ".join(f"{row_format}: {', '.join(needed)}" for row_format, needed in _COLUMNS.items())
+    known = "; ".join(f"{row_format}: {', '.join(needed)}" for row_format, needed in NEEDED_COLUMNS.items())
     raise DataError(
         f"{name}: cannot detect the row format from columns {', '.join(sorted(map(str, columns))) or '(none)'}\n"
         f"  allowed: {known}\n  fix:     say which column is which, such as data.columns: {{messages: chat}}"
@@ -156,7 +147,7 @@ def to_conversation(
             messages = [{"train": False, **turn} if turn["role"] == "assistant" else turn for turn in messages]
         messages += _messages(row.get("completion"), f"{location}: completion")
     else:
-        (column,) = _COLUMNS[row_format]
+        (column,) = NEEDED_COLUMNS[row_format]
         messages = _messages(_from_json(row.get(column), f"{location}: {column}"), location)
     if row.get("system"):
         if messages[0]["role"] in ("system", "developer"):

@@ -17,13 +17,12 @@ from typing import Any
 import numpy as np
 
 from lit_fsdp.config.data import DataConfig, check_sources
-from lit_fsdp.config.parser import say_once
 from lit_fsdp.data.cache import TokenizedRows
 from lit_fsdp.data.encode import RowEncoder
 from lit_fsdp.data.order import apportion
 from lit_fsdp.data.sources import content_hash
 from lit_fsdp.errors import DataError, require
-from lit_fsdp.host import is_first_process
+from lit_fsdp.host import is_first_process, say_once
 
 _BITS = 512
 """Of a word of free rooms: a search looks at one word of them and at one bit for each of the others."""

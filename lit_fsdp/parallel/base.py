@@ -10,7 +10,7 @@ import socket
 import threading
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -18,39 +18,33 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.data import sized_len
 from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin
+from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.trainer.states import TrainerStatus
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
-from torch.nn.utils.parametrize import is_parametrized
-from torch.utils.data import DataLoader
 from torchmetrics import Metric
 from transformers import PreTrainedModel
 
 from lit_fsdp.checkpoint.ranks import Ranks
+from lit_fsdp.checkpoint.state import local_part
 from lit_fsdp.config.strategy import (
-    OTHER_OPTIMIZER,
     StrategyConfig,
     check_accumulation,
-    check_optimizer,
     check_quantized,
     mesh_shape,
 )
-from lit_fsdp.data.batches import Resumable
 from lit_fsdp.errors import ConfigError, ContractError, require
 from lit_fsdp.host import FIRST, end_with_first, threads_of_rank
-from lit_fsdp.metrics.hardware import is_accelerator, to_device
+from lit_fsdp.metrics.hardware import is_accelerator
 from lit_fsdp.models.attention import by_sample
 from lit_fsdp.models.parts import RowParts, context_method
 from lit_fsdp.parallel.activation import prepare_blocks, recompute_by_unit, resolve_gradient_checkpointing
-from lit_fsdp.parallel.alike import check_alike, ending_together, kinds_of, options_of, tensors_of
-from lit_fsdp.parallel.checkpointing import Checkpoints, check_packed_state
+from lit_fsdp.parallel.alike import check_alike, kinds_of, options_of, tensors_of
 from lit_fsdp.parallel.debug import write_rank
 from lit_fsdp.parallel.expert_units import build_expert_groups, check_experts, divide_experts
+from lit_fsdp.parallel.foreign import ForeignParts, check_callbacks, check_finders, check_unsharded
 from lit_fsdp.parallel.grads import GuardedSteps
 from lit_fsdp.parallel.materialize import Materializer, Reader, reset_parameters_reader
 from lit_fsdp.parallel.norms import STRATEGIES, warn_of_lightnings
@@ -66,7 +60,6 @@ from lit_fsdp.parallel.precision import (
     settle_precision,
 )
 from lit_fsdp.parallel.schedules import idle_schedulers
-from lit_fsdp.parallel.trial import refusal_of
 from lit_fsdp.parallel.units import (
     UnitPlan,
     audit,
@@ -87,8 +80,6 @@ _LOST_CONTACT = re.compile(
 )
 _FREE_CHOICES = "process_group_backend timeout_seconds state_dict verbose contract nonfinite_gradients".split()
 """Arguments in which the strategies of two Trainers that share a module may differ."""
-_WHOLE_WEIGHTS = ("StochasticWeightAveraging", "WeightAveraging", "EMAWeightAveraging", "ModelPruning")
-"""Callbacks of Lightning that average or sort whole weights, but a rank has only shards."""
 
 
 def build_mesh(device_type: str, replicate_degree: int, shard_degree: int, timeout: timedelta) -> DeviceMesh:
@@ -101,16 +92,6 @@ def build_mesh(device_type: str, replicate_degree: int, shard_degree: int, timeo
         dist.new_subgroups_by_enumeration(along.tolist(), timeout=timeout)[0] for along in (ranks.T, ranks)
     ]
     return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=(REPLICATE, SHARD))
-
-
-def check_finders(callbacks: Iterable[Any], module: Any) -> None:
-    """Refuse Lightning's callbacks that look for a batch size, and for the learning rate of a module of ours."""
-    found = {cls.__name__ for callback in callbacks for cls in type(callback).__mro__}
-    given, fix = "BatchSizeFinder", "drop it; lit-fsdp plan --gpu tells which data.micro_batch_size fits"
-    require(given not in found, "trainer.callbacks", given, "a batch size that is given", fix)
-    given, fix = "LearningRateFinder", "drop it, and try some values of model.optim.lr in short runs"
-    is_ours = hasattr(module, "read_tensor")
-    require(not is_ours or given not in found, "trainer.callbacks", given, "a learning rate that is given", fix)
 
 
 class RedirectedForward:
@@ -144,13 +125,12 @@ class RedirectedForward:
         return result
 
 
-class EngineStrategy(Checkpoints):
+class EngineStrategy(ForeignParts):
     """The engine-independent half of a strategy; built by :func:`lit_fsdp.fsdp_strategy`."""
 
     cluster_environment: Any
     shard_group: dist.ProcessGroup | None  # of the ranks that together hold one copy; None: each holds all of it
     has_copies: bool  # which must decide alike
-    in_recipe = False  # where the arguments come from, for the paths in errors
     num_nodes: int
     num_processes: int
     world_size: int
@@ -172,15 +152,11 @@ class EngineStrategy(Checkpoints):
         self.contract = DtypeContract(config)
         self.checkpoint_files: dict[str, bytes] = {}
         self.replicated: list[nn.Parameter] = []
-        self._names: dict[int, str] = {}
-        self._used: set[str] = set()
-        self._noted: dict[int, torch.Tensor] = {}
-        self._host_group: Any = None
         self.context: RowParts | None = None  # of the ranks that hold parts of the same rows
         self.expert_group: dist.ProcessGroup | None = None  # of the ranks that divide experts
         self.expert_mesh: DeviceMesh | None = None  # of the ranks that hold the same experts
         STRATEGIES.add(self)
-        super().__init__(  # type: ignore[call-arg]
+        super().__init__(
             process_group_backend=config.process_group_backend, timeout=timedelta(seconds=config.timeout_seconds)
         )
         if config.is_sharded:
@@ -201,11 +177,6 @@ class EngineStrategy(Checkpoints):
         super().setup_environment()  # type: ignore[misc]
 
     @property
-    def path(self) -> str:
-        """Where the arguments stand, for errors."""
-        return "trainer.strategy.init_args" if self.in_recipe else "fsdp_strategy"
-
-    @property
     def precision_plugin(self) -> Any:
         """The plugin that clips; dtypes are the strategy's alone."""
         return self._plugin
@@ -221,15 +192,7 @@ class EngineStrategy(Checkpoints):
         mesh_shape(config, self.num_nodes, self.num_nodes * self.num_processes, self.path)
         check_device(config, self.root_device.type, self.path)
         check_finders(trainer.callbacks, module)
-        for callback in trainer.callbacks if config.is_sharded else ():
-            name = next((cls.__name__ for cls in type(callback).__mro__ if cls.__name__ in _WHOLE_WEIGHTS), "")
-            given, allowed = f"{name} with engine {config.engine}", "what does without whole weights, or ddp or single"
-            ours = "{class_path: lit_fsdp.EMAWeights, init_args: {decay: 0.999}}, in Python lit_fsdp.EMAWeights(0.999)"
-            require(not name, "trainer.callbacks", given, allowed, f"in a recipe {ours}" if "Averaging" in name else "")
-        for callback in trainer.callbacks if verb == "fit" and trainer.max_steps > 0 else ():
-            given = f"{type(callback).__name__}, whose first update comes after the last of {trainer.max_steps} steps"
-            fix = "let it begin earlier: until then it gives the weights that training began with, and to the end here"
-            require(_ever_averages(callback, trainer), "trainer.callbacks", given, "averages of what is trained", fix)
+        check_callbacks(config, trainer, verb)
         if config.context_config.degree > 1:
             self._check_context(module)
         if config.expert_parallel > 1 and (model := self._transformer(module)) is not None:
@@ -278,6 +241,11 @@ class EngineStrategy(Checkpoints):
         """Let Lightning's launcher start further processes once this one has found nothing to refuse."""
         super()._configure_launcher()  # type: ignore[misc]
         end_with_first(self._is_running)
+        if self._launcher is not None and _IS_INTERACTIVE and not self.cluster_environment.creates_processes_externally:
+            given, allowed = f"{self.num_nodes * self.num_processes} from a notebook or an interactive shell", "1"
+            fix = "set devices=1, or run the script or recipe from a cell: !lit-fsdp fit --config NAME"
+            require(self.num_nodes * self.num_processes == 1, "Trainer(devices=...)", given, allowed, fix)
+            self._launcher = None  # Lightning refuses it there, though it would start no other process
         if self._launcher is None:
             return
         launch = self._launcher.launch
@@ -335,23 +303,6 @@ class EngineStrategy(Checkpoints):
             batch = counted(batch)
         return super().batch_to_device(batch, device, dataloader_idx)  # type: ignore[misc]
 
-    def process_dataloader(self, dataloader: object) -> object:
-        """Give each loader a generator of its own; they would draw from the global one, which a resume goes on with."""
-        if isinstance(dataloader, DataLoader) and dataloader.generator is None:
-            dataloader.generator = torch.Generator().manual_seed(torch.initial_seed())
-        loader = super().process_dataloader(dataloader)  # type: ignore[misc]
-        trainer = self.lightning_module.trainer
-        apart = not (self.config.is_sharded or trainer.training)  # copies that evaluate do not wait for each other
-        if self.world_size == 1 or apart or isinstance(loader, Resumable):  # as ours, which are alike
-            return loader
-        is_endless = sized_len(loader) is None
-        field = f"{trainer.state.stage.dataloader_prefix}_dataloader"
-        check_alike("looking for lengths", {field: "no length" if is_endless else "a length"})
-        if is_endless and self._host_group is None and is_accelerator(self.root_device):
-            self._host_group = self.meet_on_hosts()
-        device = self.root_device if self._host_group is None else torch.device("cpu")
-        return ending_together(loader, self._host_group, device) if is_endless else loader
-
     def setup(self, trainer: Any) -> None:
         """Shard the LightningModule (once), check the contract, build the optimizers."""
         self.accelerator.setup(trainer)  # type: ignore[attr-defined]
@@ -387,18 +338,7 @@ class EngineStrategy(Checkpoints):
         config, manual = self.config, self.config.wrap_config.manual
         # FSDP1's own units hold this rank's shards
         check_alike("comparing parameters", tensors_of(module, not manual or config.engine != "fsdp1"))
-        units = units_already_wrapped(module)
-        fits = manual or not units
-        require(fits, f"{self.path}.wrap", "a model that is already wrapped", "a plain model, or wrap: manual")
-        kinds = FSDPModule if config.engine == "fsdp1" else FullyShardedDataParallel
-        alike = not any(isinstance(inner, kinds) for inner in module.modules())
-        require(alike, f"{self.path}.wrap", "manual with units of another engine", config.engine)
-        inside = {id(p) for unit in units.values() if manual for p in unit.parameters()}
-        axes = self.mesh.ndim  # of a unit; under tensor parallelism too it has more
-        found = ((n, p) for n, p in module.named_parameters() if isinstance(p, DTensor))
-        name = next((n for n, p in found if id(p) not in inside or p.device_mesh.ndim != axes), None)
-        given, allowed = f"the DTensor {name}, as of a tp_plan", "plain parameters, which the strategy shards by itself"
-        require(name is None, type(module).__name__, given, allowed, "drop tp_plan, parallelize_module or the like")
+        check_unsharded(module, config, self.mesh.ndim, self.path)
         if self._layer_sync is not None:
             self._layer_sync.apply(module)
             self._layer_sync = None  # or Lightning would put other layers into a sharded model at the end
@@ -432,7 +372,7 @@ class EngineStrategy(Checkpoints):
         shards, packed = self.mesh.size(self.mesh.ndim - 1), packed_weights(module)
         self.audit = {
             **audit(plan, shards, recompute),
-            "num_params_on_this_rank": sum(_local(p).numel() * packed.get(id(p), 1) for p in module.parameters()),
+            "num_params_on_this_rank": sum(local_part(p).numel() * packed.get(id(p), 1) for p in module.parameters()),
             "engine": config.engine,
             "sharding": config.sharding,
             "replicate_degree": self.world_size // shards,
@@ -489,34 +429,6 @@ class EngineStrategy(Checkpoints):
             elif isinstance(child, Metric):
                 child._apply(lambda t: t if isinstance(t, nn.Parameter) else t.to(self.root_device))
 
-    def _broadcast(self, module: nn.Module) -> None:
-        """Move what is already loaded to the device and make it rank 0's, one unit at a time."""
-        units = units_already_wrapped(module).values() if self.config.wrap_config.manual else ()
-        inside = {inner for unit in units for inner in unit.modules()}  # FSDP1's parameters are this rank's shards
-        for child in module.modules():
-            for tensor in [*child._parameters.values(), *child._buffers.values()] if child not in inside else ():
-                if tensor is None or tensor.is_meta or isinstance(tensor, DTensor):
-                    continue
-                tensor.data = tensor.data.to(self.root_device)
-                if self.config.sync_module_states:
-                    dist.broadcast(tensor.data, src=0)
-
-    def _cast_for_layers(self, module: nn.Module, plan: UnitPlan) -> None:
-        """Cast what is given to layers that no engine casts for, not the batch: in the root, or low_precision."""
-        row, units = self.config.precision_config.row, plan.modules.values()
-        mixes = row.compute != row.param
-        if row.compute == "fp32" or (mixes and not self.config.is_sharded):
-            return
-        inside = {inner for unit in units for inner in unit.modules()} if mixes else set()
-        for child in module.modules():
-            own = any(p is not None and p.dim() for p in child._parameters.values())
-            if child is not module and child not in inside and (own or is_parametrized(child)):
-                cast_inputs(child, TORCH_DTYPES[row.compute])
-        if mixes:
-            self._plugin.autocast = (self.root_device.type, TORCH_DTYPES[row.compute])
-            for unit in units:
-                unit.forward = torch.autocast(self.root_device.type, enabled=False)(unit.forward)
-
     def _take_over(self, entrance: RedirectedForward) -> None:
         """Go on with a module that the strategy of another Trainer has sharded, which nothing can undo."""
         before = entrance.strategy
@@ -534,77 +446,6 @@ class EngineStrategy(Checkpoints):
     def _step_inside(self, root: nn.Module, module: Any, step: str, *args: Any, **kwargs: Any) -> Any:
         """What Lightning calls for each of its steps."""
         return module.forward.run(getattr(module, step), *args, **kwargs)
-
-    def _check_optimized(self) -> None:
-        """Refuse an optimizer that fails in step 1, or of tensors that are no parameters: it would train nothing."""
-        module, engine, is_split = self.lightning_module, self.config.engine, self.shard_group is not None
-        for index, optimizer in enumerate(self.optimizers):
-            name = f"{type(optimizer).__module__}.{type(optimizer).__name__}"
-            if is_split:
-                check_optimizer(name, engine, f"{self.path}.engine")
-            if type(optimizer) is torch.optim.Muon and is_split and dist.get_rank() == 0:
-                text = "of shards torch.optim.Muon makes updates that are up to 30 % apart from those of one process; "
-                _log.warning("%slit_fsdp.MuonWithAdamW, with use_muon in its groups, takes whole matrices", text)
-            if self.config.is_sharded:
-                check_packed_state(optimizer, self.config.offloads, self._names)
-            params = [p for group in optimizer.param_groups for p in group["params"]]
-            strays = [f"a tensor of shape {tuple(p.shape)}" for p in params if id(p) not in self._names]
-            if strays and self.config.is_sharded:
-                text = f"optimizer {index} moves {strays[0]} that is no parameter of the sharded model: make it in "
-                raise ContractError(text + "configure_optimizers, of self.parameters()")
-            if not module.automatic_optimization:  # whose author may call other methods than step
-                continue
-            flat, saves = engine == "fsdp1" and is_split, bool(module.trainer.checkpoint_callbacks)
-            why = max(Ranks().run("trying the optimizer", functools.partial(refusal_of, optimizer, flat, saves)))
-            given, allowed = f"{name} with {self.path}.engine: {engine}", f"an optimizer that works there ({why})"
-            require(not why, "model.optim.class_path", given, allowed, OTHER_OPTIMIZER)
-
-    def _watch_unit(self, unit: nn.Module, owners: list[tuple[str, nn.Module]], dtype: str) -> None:
-        """Note which parameters of a unit, those of ``owners``, a backward pass uses, and at first their dtypes."""
-
-        def hook(module: nn.Module, args: Any) -> None:  # fsdp2 keeps the gathered tensors, fsdp1 makes new ones
-            named = [(f"{n}.{a}" if n else a, p) for n, owner in owners for a, p in owner._parameters.items()]
-            gathered = [(name, p) for name, p in named if p is not None and not isinstance(p, DTensor)]
-            if self.contract.watching:
-                split = [(name, p) for name, p in gathered if p.dim()]
-                self.contract.check_parameters("gathered parameters in the forward", split, dtype)
-            for name, param in gathered:
-                if not param.requires_grad:
-                    continue
-
-                def note(_: torch.Tensor, name: str = name) -> None:
-                    self._used.add(name)
-
-                if not param.is_leaf:
-                    param.register_hook(note)
-                elif self._noted.get(id(param)) is not param:
-                    self._noted[id(param)] = param
-                    param.register_post_accumulate_grad_hook(note)
-
-        unit.register_forward_pre_hook(hook)
-
-    def used_params(self, optimizer: Any) -> tuple[list[torch.Tensor | None], torch.Tensor]:
-        """The parameters, None for those of others, and for each 0 where no rank has a gradient; collective."""
-        if not self.config.is_sharded:  # engines put zeros there, and the optimizer would decay the parameter
-            return [], torch.empty(0, device=self.root_device)
-        held = {id(p): p for group in optimizer.param_groups for p in group["params"]}
-        # in an order that all ranks share, whatever their optimizers hold
-        params = [held.get(key) for key in self._names]
-        return params, self._on_any_rank([p is not None and self._has_grad(p) for p in params])
-
-    def have_gradients(self, params: list[torch.Tensor]) -> list[bool]:
-        """Which of these parameters would have a gradient in one process; collective."""
-        found = self._on_any_rank([p.grad is not None for p in params] + [self._has_grad(p) for p in params])
-        return [bool(there and used) for there, used in found.view(2, -1).T.tolist()]
-
-    def _has_grad(self, param: torch.Tensor) -> bool:
-        return self._names[id(param)] in self._used or (param.grad is not None and bool(_local(param.grad).any()))
-
-    def _on_any_rank(self, flags: list[bool]) -> torch.Tensor:
-        found = to_device(flags, torch.uint8, self.root_device)
-        if self.world_size > 1:
-            dist.all_reduce(found, op=dist.ReduceOp.MAX)
-        return found
 
     def _sync_buffers(self) -> None:
         """Make the floating-point buffers of a checkpoint, such as running statistics, those of rank 0."""
@@ -636,17 +477,6 @@ class EngineStrategy(Checkpoints):
 
     on_validation_start = on_test_start = on_predict_start = on_train_start
 
-    def on_train_end(self) -> None:
-        """Say where averages of Lightning are still the weights that training began with."""
-        for callback in self.lightning_module.trainer.callbacks:
-            average = getattr(callback, "_average_model", None)
-            if average is not None and not average.n_averaged:
-                text = (
-                    "%s has averaged nothing yet: the model has the weights that training began with, and so have its "
-                )
-                text += "checkpoints, where those of the last step are current_model_state"
-                _log.warning(text, type(callback).__name__)
-
     def average_alone(self) -> None:
         """Average the gradients that no engine reduces, after a backward pass added to equal ones; collective."""
         alone = [p for p in self.replicated if p.requires_grad] if self.world_size > 1 else []
@@ -661,26 +491,6 @@ class EngineStrategy(Checkpoints):
         self._check_accumulation(self.lightning_module.trainer)  # which a callback may have changed
         return nullcontext() if self.config.sync_each_micro_batch else self._no_sync()
 
-    def backward(self, closure_loss: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Backward pass; until the first optimizer step the dtypes of reductions are recorded."""
-        with self.contract.watch_reductions():
-            return super().backward(closure_loss, *args, **kwargs)  # type: ignore[misc]
-
-    def optimizer_step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Optimizer step; after the first one the dtypes of gradients and moments are compared."""
-        result = super().optimizer_step(optimizer, *args, **kwargs)  # type: ignore[misc]
-        self._rng_before_window = None
-        if self.config.is_sharded:
-            held = (self._names[id(p)] for group in optimizer.param_groups for p in group["params"])
-            self._used.difference_update(held)
-        if self.contract.watching:
-            named = self.lightning_module.named_parameters()
-            grads = [(name, param.grad) for name, param in named if param.grad is not None]
-            self.contract.check("gradients", grads, self.contract.row.param)
-            self._check_parameters("after the first step", [optimizer])
-            self.contract.watching = False
-        return result
-
     def on_exception(self, exception: BaseException) -> None:
         """Note on which rank it was raised and whether others were lost, which decides the exit code."""
         is_failure = isinstance(exception, Exception) and not isinstance(exception, ConfigError)
@@ -690,18 +500,3 @@ class EngineStrategy(Checkpoints):
             lost = f"{where} lost contact: another rank failed, was killed, hangs or is cut off; see its own log"
             exception.add_note(lost if is_lost else f"this was raised on {where}")
         super().on_exception(exception)  # type: ignore[misc]
-
-
-def _ever_averages(callback: Any, trainer: Any) -> bool:
-    """Whether an average of Lightning is updated within ``max_steps``; True for other callbacks."""
-    steps, should = trainer.max_steps, getattr(callback, "should_update", None)
-    epochs = steps if trainer.max_epochs in (None, -1) else min(steps, trainer.max_epochs)
-    return (
-        should is None
-        or any(should(step_idx=step) for step in range(steps))
-        or any(should(epoch_idx=epoch) for epoch in range(epochs))
-    )
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -24,7 +24,7 @@ from lit_fsdp.checkpoint.importing import read_lightning_file
 from lit_fsdp.checkpoint.manifest import Manifest, checked_extra, read_manifest
 from lit_fsdp.checkpoint.ranks import Ranks, meet_on_hosts
 from lit_fsdp.checkpoint.safetensors_file import spec_of
-from lit_fsdp.checkpoint.state import Sharded, decode, with_sharded, without_sharded
+from lit_fsdp.checkpoint.state import Sharded, decode, local_part, with_sharded, without_sharded
 from lit_fsdp.checkpoint.state import refused as refused_in
 from lit_fsdp.checkpoint.store import BackgroundSaver
 from lit_fsdp.checkpoint.verify import sound_checkpoint
@@ -32,7 +32,7 @@ from lit_fsdp.config.strategy import StrategyConfig
 from lit_fsdp.errors import CheckpointError, require
 from lit_fsdp.metrics.hardware import is_accelerator
 from lit_fsdp.models.optimizers import is_packed
-from lit_fsdp.parallel.precision import DtypeContract, moments
+from lit_fsdp.parallel.precision import DtypeContract
 
 _log = logging.getLogger(__name__)
 _DIFFERS, _OWN = "lit_fsdp.differs", "state-by-rank"  # in the state what differs between ranks, and where that lies
@@ -60,6 +60,7 @@ class Checkpoints:
     _ties: dict[str, str]
     _files: dict[str, bytes] | None = None  # of the module, as they were before the first step; of rank 0
     _sync_buffers: Callable[[], None]
+    _check_parameters: Callable[..., None]
     _rng_after_load: dict[str, Any] | None = None
     _rng_before_window: dict[str, Any] | None = None
 
@@ -365,13 +366,6 @@ class Checkpoints:
             _log.warning("going on from %s instead of %s (resume.fallback)", path, checkpoint_path)
         return path
 
-    def _check_parameters(self, when: str, optimizers: Sequence[Any] = ()) -> None:
-        named = list(self.lightning_module.named_parameters())
-        self.contract.check_parameters(f"parameters {when}", named)
-        for optimizer in optimizers:
-            found = moments(optimizer, {id(param): name for name, param in named})
-            self.contract.check(f"optimizer state {when}", found, self.contract.row.param)
-
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove a checkpoint folder, on rank 0; a warning if that fails."""
         if dist.get_rank() == 0:
@@ -413,7 +407,7 @@ def _flat_optimizer(state: Mapping[str, Any], index: int) -> dict[str, torch.Ten
 @torch.no_grad()
 def _unpacked(name: str, value: Any) -> dict[str, torch.Tensor]:
     """A moment as it is saved; of torchao's 8-bit ones codes and scales, as packing again would give others."""
-    local: Any = value.to_local() if isinstance(value, DTensor) else value
+    local: Any = local_part(value)
     if not hasattr(local, "codes"):
         return {name: value}
     codes, scale = local.codes, local.scale

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
+from lit_fsdp.checkpoint.state import local_part
 from lit_fsdp.parallel.units import clean_name, unsharded_numels
 
 
@@ -20,7 +20,7 @@ def write_rank(folder: Path, module: nn.Module, root: nn.Module, mesh: DeviceMes
     path.parent.mkdir(parents=True, exist_ok=True)
     states, whole = [], unsharded_numels(root)
     for name, param in module.named_parameters():
-        local = param.to_local() if isinstance(param, DTensor) else param
+        local = local_part(param)
         sizes = {"num_whole": whole.get(id(param), param.numel()), "num_here": local.numel(), "bytes": local.nbytes}
         kind = {"dtype": str(param.dtype), "device": str(local.device), "is_trained": param.requires_grad}
         states.append({"name": clean_name(name), **sizes, **kind})

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins import Precision
-from torch.distributed.tensor import DTensor
 
+from lit_fsdp.checkpoint.state import local_part
 from lit_fsdp.config.strategy import NonFinite
 from lit_fsdp.errors import NonFiniteGradientError
 from lit_fsdp.metrics.hardware import to_device
@@ -155,5 +155,5 @@ def scale_grads(optimizer: Any, factor: torch.Tensor | float) -> None:
 def _local_grads(optimizer: Any) -> list[torch.Tensor]:
     """This rank's parts of an optimizer's gradients, without the empty ones."""
     grads = (p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
-    local = (grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads)
+    local = (local_part(grad) for grad in grads)
     return [grad for grad in local if grad.numel()]

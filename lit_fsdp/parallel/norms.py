@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.grads import grad_norm
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from lit_fsdp.checkpoint.state import local_part
 from lit_fsdp.errors import require
 from lit_fsdp.parallel.units import clean_name
 
@@ -69,7 +70,7 @@ def _strategy_of(module: nn.Module) -> Any:
 def _own_norm(param: nn.Parameter, power: float, group: Any, strategy: Any) -> torch.Tensor:
     """What this rank adds to the norm of a gradient, in fp64: of a finite ``power`` the norm to that power."""
     grad: Any = param.grad
-    local = grad.to_local() if isinstance(grad, DTensor) else grad
+    local = local_part(grad)
     is_whole = not isinstance(grad, DTensor) and (strategy is None or any(param is one for one in strategy.replicated))
     device = param.device if strategy is None else strategy.root_device
     if local is None or not local.numel() or (is_whole and group is not None and dist.get_rank(group)):

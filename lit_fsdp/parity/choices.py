@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from jsonargparse import Namespace
 
+from lit_fsdp.config.command_line import OWN_CLASSES
 from lit_fsdp.config.data import DEFAULT_BATCH, DataConfig
 from lit_fsdp.config.model import ADAMW, ModelConfig
-from lit_fsdp.config.parser import OWN_CLASSES, leaves
 from lit_fsdp.config.run import STRATEGY
+from lit_fsdp.config.sections import leaves
 from lit_fsdp.parity.trace import Comparison, Trace, compare
 
 Recipe = dict[str, Any]

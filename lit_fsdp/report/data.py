@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -76,7 +77,7 @@ def data_table(record: Mapping[str, Any]) -> Table:
         f"Data: {record['template']} chat template, loss on {record['loss_on']}, "
         f"samples of at most {record['max_seq_length']:,} tokens, {packing}"
     )
-    table = Table("", title=title, title_justify="left")
+    table = Table("", title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     for name in record["splits"]:
         table.add_column(name, justify="right", overflow="fold")
     splits = list(record["splits"].values())

@@ -5,10 +5,12 @@ from __future__ import annotations
 import csv
 import html
 import io
+import itertools
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ import yaml
 
 from lit_fsdp.checkpoint.files import replace_bytes
 from lit_fsdp.checkpoint.run_folder import FOLDER, survey
-from lit_fsdp.config.parser import leaves
+from lit_fsdp.config.sections import leaves
 from lit_fsdp.errors import DataError
 from lit_fsdp.host import size_words
 from lit_fsdp.redaction import redact
@@ -26,6 +28,8 @@ from lit_fsdp.report.tables import dtypes_table, parameter_counts, units_table
 NAME = "report.html"
 _STYLE = Path(__file__).with_name("page.css")
 _MAX_STRETCHES = 400
+_MOST_MARKED = 40  # points of a curve; more would hide the line
+_MOST_SHOWN = 120  # characters of a sample at a glance
 _Point = tuple[int, float]
 
 
@@ -162,7 +166,18 @@ def _facts(run: RunFiles) -> dict[str, str]:
     saved = [found.step for found in survey(run.folder / FOLDER) if not found.damage]
     done = max([*(curve.last_step for curve in run.metrics.values()), *saved], default=0)
     limit = (run.recipe.get("trainer") or {}).get("max_steps") or -1
-    facts = {"optimizer steps": f"{done:,} of {limit:,}" if limit > 0 else f"{done:,}"}
+    facts = {"status": audit["status"]} if "status" in audit else {}
+    if start := audit.get("started"):
+        facts["started"] = f"{start[:19].replace('T', ' ')} UTC"
+        seconds = (datetime.fromisoformat(audit.get("ended", start)) - datetime.fromisoformat(start)).total_seconds()
+        facts |= {"duration": str(timedelta(seconds=round(seconds)))} if "ended" in audit else {}
+    facts["optimizer steps"] = f"{done:,} of {limit:,}" if limit > 0 else f"{done:,}"
+    losses = {name: run.metrics[name].last for name in ("train_loss", "val_loss") if name in run.metrics}
+    if final := [f"{name} {_number(last[1])}" for name, last in losses.items() if last]:
+        facts["final losses"] = ", ".join(final)
+    if asked := _asked(run)[1:]:
+        step, prompt, _, got = asked[-1]
+        facts[f"sample at step {step}"] = f"{prompt[-_MOST_SHOWN:]} → {got[:_MOST_SHOWN]}"
     if audit:
         copies = audit["replicate_degree"]
         ranks = f"{audit['shard_degree'] * copies} ranks" + (f", {copies} copies" if copies > 1 else "")
@@ -213,13 +228,15 @@ def _checkpoints(run: RunFiles) -> str:
 
 
 def _samples(run: RunFiles) -> str:
-    path = run.folder / "samples.csv"
-    if not path.is_file():
-        return ""
-    with path.open(newline="", encoding="utf-8") as file:
-        head, *asked = [row for row in csv.reader(file) if len(row) == 4] or [[]]
+    head, *asked = _asked(run) or [[]]
     shown = [row for row in asked if row[0] in (asked[0][0], asked[-1][0])]
-    return _table("Samples, first and last time asked", head, shown, look="long")
+    return _table("Samples at the first and the last time", head, shown, look="long")
+
+
+def _asked(run: RunFiles) -> list[list[str]]:
+    path = run.folder / "samples.csv"
+    with path.open(newline="", encoding="utf-8") if path.is_file() else io.StringIO() as file:
+        return [row for row in csv.reader(file) if len(row) == 4]
 
 
 def _data_and_model(run: RunFiles) -> list[str]:
@@ -264,7 +281,7 @@ def _chart(title: str, curves: Sequence[tuple[str, Curve, int, int]], across: st
     lost = sum(curve.num_lost for _, curve, _, _ in curves)
     title = _text(f"{title} ({lost} inf or nan)" if lost else title)
     if not every:
-        return f"<figure><figcaption>{title}</figcaption></figure>"
+        return f"<figure><figcaption>{title}</figcaption></figure>" if lost else ""
     first, last = min(step for step, _ in every), max(step for step, _ in every)
     low, high = min(value for _, value in every), max(value for _, value in every)
     low = 0.0 if 0 <= low < high / 2 else low
@@ -278,12 +295,23 @@ def _chart(title: str, curves: Sequence[tuple[str, Curve, int, int]], across: st
     for name, curve, color, dash in curves:
         look = f'class="c{color % 8} d{dash % 3}"'
         places = [place(*point) for point in curve.points]
-        drawn.append(f'<polyline {look} points="{" ".join(places * 2 if len(places) == 1 else places)}"/>')
+        drawn.append(f'<polyline {look} points="{" ".join(places)}"/>')
+        if len(places) <= _MOST_MARKED:
+            drawn.append(f'<path class="c{color % 8}" d="{"".join(f"M{point}h0" for point in places)}"/>')
         end = _number(curve.last[1]) if curve.last else "–"
         legend.append(f"<span><i {look}></i>{_text(name)} <b>{end}</b></span>")
     svg = (
         f'<svg viewBox="0 0 100 100" preserveAspectRatio="none" role="img" aria-label="{title}">{"".join(drawn)}</svg>'
     )
     plot = f'<div class=plot data-low="{_number(low)}" data-high="{_number(high)}">{svg}</div>'
-    legend.append(f"<small>{across} {first:,} to {last:,}</small>")
+    where = [(step, place(step, low).partition(",")[0]) for step in _ticks(first, last)]
+    ticks = "".join(f'<small style="left:{right}%">{step:,}</small>' for step, right in where)
+    plot += f"<div class=ticks>{ticks}</div><div class=across>{across}</div>"
     return f"<figure><figcaption>{title}</figcaption>{plot}<p class=legend>{' '.join(legend)}</p></figure>"
+
+
+def _ticks(first: int, last: int) -> list[int]:
+    """At most six round numbers between two steps."""
+    sizes = (size * 10**power for power in itertools.count() for size in (1, 2, 5))
+    size = next(size for size in sizes if last // size - (first - 1) // size <= 6)
+    return list(range(-(-first // size) * size, last + 1, size)) or [first]

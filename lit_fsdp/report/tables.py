@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from itertools import groupby
-from typing import Any, TextIO
+from typing import Any
 
-from rich.console import Console
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from lit_fsdp.host import GIB
@@ -13,27 +13,24 @@ from lit_fsdp.host import GIB
 _NUMBERS = ("parameters", "GiB", "share", "weights", "scales", "gradients", "optimizer", "all")
 
 
-def wide_console(file: TextIO) -> Console:
-    """A console on ``file``, wide enough for the tables where that is no terminal."""
-    console = Console(file=file)
-    return console if console.is_terminal else Console(file=file, width=120)
-
-
 def units_table(record: dict[str, Any]) -> Table:
-    """The FSDP units of an audit; equal neighbors share a line."""
-    columns = ("unit", "class", "parameters", "GiB", "share", "tied", "recompute")
+    """The FSDP units of an audit; equal neighbors share a line, and tied weights are named below their unit."""
+    recomputes = any(unit["recompute"] != "no" for unit in record["units"])
+    columns = ("unit", "class", "parameters", "GiB", "share", *["recompute"] * recomputes)
     table = _table(f"FSDP units by {record['wrapped_by']}", columns)
     for _, alike in groupby(record["units"], key=lambda unit: unit | {"name": ""}):
         first, *others = alike
-        count = 1 + len(others)
+        count, name = 1 + len(others), first["name"]
+        if others:
+            stem, _, last = others[-1]["name"].rpartition(".")
+            name += f" … {last if name.startswith(f'{stem}.') else others[-1]['name']}"
         table.add_row(
-            f"{first['name']} … {others[-1]['name']}" if others else first["name"],
+            "\n".join([name, *(f"tied: {tied}" for tied in first["tied"])]),
             f"{count} × {first['class']}" if others else first["class"],
             f"{first['num_params']:,}",
             f"{first['num_bytes'] / GIB:.3f}",
             f"{first['share'] * count:.1%}",
-            ", ".join(first["tied"]) or "-",
-            first["recompute"],
+            *[first["recompute"]] * recomputes,
         )
     return table
 
@@ -70,7 +67,7 @@ def dtypes_table(report: dict[str, Any]) -> Table:
 
 
 def _table(title: str | None, columns: tuple[str, ...]) -> Table:
-    table = Table(title=title, title_justify="left")
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     for column in columns:
         # on a narrow terminal names go on in the next line: one that is cut off could be any unit
         table.add_column(column, justify="right" if column in _NUMBERS else "left", overflow="fold")

@@ -11,8 +11,10 @@ import pytest
 import yaml
 
 from lit_fsdp.config.data import accumulation_steps
-from lit_fsdp.config.parser import LoadedRecipe, leaves, load_recipe, parse, read_yaml, recipe_parser
+from lit_fsdp.config.parser import LoadedRecipe, load_recipe, parse, recipe_parser
 from lit_fsdp.config.run import FACTORY
+from lit_fsdp.config.sections import leaves
+from lit_fsdp.config.yaml_files import read_yaml
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.launch.slurm_job import plan_job, render
 

@@ -55,6 +55,7 @@ def test_resume_on_the_other_engine_continues_run_and_metrics(smoke: Path, tmp_p
     lost = lit_fsdp("fit", *SMOKE, *words, "--trainer.callbacks+=torch.Nope", cwd=smoke, python=server().python)
     assert "trainer.callbacks: got torch.Nope (module 'torch' has no attribute 'Nope')" in lost.stderr
     choices = [f"--trainer.strategy.init_args.{choice}" for choice in ("engine=fsdp1", "sharding=hybrid_shard")]
+    choices += ["--trainer.logger", "CSVLogger"]
     done = command(2, ["fit", *SMOKE, *words, "--model.optim.lr=0.001", *choices], smoke)
     assert [rank.code for rank in done] == [0, 0], done[0].err
     assert "trainer.strategy.init_args.replicate_degree: None → 2 (2 ranks on one node)" in done[0].err
@@ -73,7 +74,20 @@ def test_resume_on_the_other_engine_continues_run_and_metrics(smoke: Path, tmp_p
     assert after[:4] == before
     assert json.loads((smoke / "run/audit.json").read_text())["shard_degree"] == 1
     assert "parameters after resume" in json.loads((smoke / "run/dtypes.json").read_text())["realized"]
-    assert Page((smoke / "run/report.html").read_text()).curves["train_loss"] == 6
+    page = Page((smoke / "run/report.html").read_text())
+    assert (page.curves["train_loss"], dict(page.tables["At a glance"])["status"]) == (6, "finished")
+    assert len(records(smoke / "run/lightning_logs/version_0/metrics.csv")) > 0  # of a logger without a save_dir
+
+
+def test_help_of_a_section_is_that_of_its_class(tmp_path: Path) -> None:
+    for words, named in (
+        (["--model.help"], ["CausalLMModule", ".optim.lr LR"]),
+        (["--data.help"], ["CausalLMDataModule", ".packing"]),
+        (["--model.help", "lightning.pytorch.demos.boring_classes.BoringModel"], ["BoringModel"]),
+    ):
+        done = lit_fsdp("fit", *words, cwd=tmp_path, python=server().python)
+        assert done.returncode == 0, done.stderr
+        assert [name for name in named if name not in done.stdout] == []
 
 
 def test_validate_test_and_predict(smoke: Path) -> None:

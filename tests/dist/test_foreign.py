@@ -6,6 +6,7 @@ import math
 import os
 import re
 import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -192,3 +193,25 @@ def test_what_is_refused_is_refused_before_further_processes_start(root: Path, t
     assert done.stdout.split("\n")[0] == "started first"
     assert "started 1" not in done.stdout
     assert done.stderr.count("trainer.callbacks: got StochasticWeightAveraging") == 1
+
+
+def test_a_notebook_trains_in_one_process(root: Path, tmp_path: Path) -> None:
+    cell = tmp_path / "cell.py"
+    cell.write_text(
+        "from lightning.pytorch import Trainer\n"
+        "from lightning.pytorch.demos.boring_classes import BoringModel\n"
+        "from lit_fsdp import fsdp_strategy\n"
+        "def train(devices):\n"
+        "    options = {'accelerator': 'cpu', 'max_steps': 2, 'enable_progress_bar': False}\n"
+        "    trainer = Trainer(devices=devices, strategy=fsdp_strategy(), **options)\n"
+        "    trainer.fit(BoringModel())\n"
+        "    print('steps', trainer.global_step)\n"
+    )
+    env = {**os.environ, "PYTHONPATH": str(root)}
+    cells = f"exec(open({str(cell)!r}).read())\ntrain(1)\ntrain(2)\n"
+    words = [sys.executable, "-i", "-q"]  # a shell, as the one behind a notebook
+    done = subprocess.run(words, input=cells, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    assert done.stdout.count("steps 2") == 1, done.stderr
+    assert "Trainer(devices=...): got 2 from a notebook or an interactive shell" in done.stderr
+    assert "!lit-fsdp fit" in done.stderr
+    assert "ddp_notebook" not in done.stderr

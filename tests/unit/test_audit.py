@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from pathlib import Path
 
@@ -57,7 +58,8 @@ def test_the_command_prints_tables_or_json(capsys, monkeypatch):
     assert sum(rank["num_params"] for rank in record["state_per_rank"]) == record["num_params"] == 134_515_008
     assert main(words) == 0
     text, _ = capsys.readouterr()
-    assert "30 × LlamaDecoderLayer" in text
+    assert re.search(r"layers.0\s+30 ×\s.*\n… 29\s+LlamaDecoderLayer", text)  # 80 columns
+    assert max(map(len, text.splitlines()[:12])) <= 80
     assert "fsdp2 hybrid_shard on 4 ranks: replicate_degree 2, shard_degree 2" in text
     assert "precision mixed declares param fp32, compute bf16, reduce fp32" in text
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
+import importlib
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from lit_fsdp.config.parser import load_recipe
+from lit_fsdp.config.parser import lightning_keys, load_recipe, recipe_parser
 from tests.pages import NEEDS, PAGES, ROOT, blocks
 
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
@@ -60,3 +62,17 @@ def test_the_architecture_names_functions_that_exist() -> None:
             node = next((node for node in nodes if getattr(node, "name", "") == name), None)
             assert node is not None, f"{file} has no {path}"
             nodes = getattr(node, "body", ())
+
+
+def test_every_key_of_a_recipe_has_an_anchor_in_the_manual() -> None:
+    text = (ROOT / "docs/reference-recipe.md").read_text(encoding="utf-8")
+    anchors: list[str] = []
+    for module, name, path in re.findall(r"\{fields\} ([\w.]+)\.(\w+) ([\w.]+)\n", text):
+        section = getattr(importlib.import_module(module), name)
+        anchors += [f"{path}.{field.name}" for field in dataclasses.fields(section)]
+    assert len(anchors) == len(set(anchors)) > 150
+    own = {action.dest for action in recipe_parser(is_preference=True)._actions}
+    own -= {f"trainer.{key}" for key in lightning_keys()}
+    sections = ("trainer.strategy.init_args.", "model.", "data.", "checkpoint.", "resume.", "samples.", "slurm.")
+    keys = {dest for dest in own if dest.startswith(sections) and not dest.endswith(".help")}
+    assert keys - {"model.preference"} <= set(anchors)  # a section, whose keys are there

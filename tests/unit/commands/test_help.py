@@ -16,7 +16,8 @@ import yaml
 from lit_fsdp import commands
 from lit_fsdp.commands import training
 from lit_fsdp.commands.parsing import example_lines
-from lit_fsdp.config.parser import load_recipe, read_yaml
+from lit_fsdp.config.parser import load_recipe
+from lit_fsdp.config.yaml_files import read_yaml
 
 ROOT = Path(__file__).parents[3]
 RUN_HERE = ("recipes ls", "recipes show", "recipes cp", "convert")

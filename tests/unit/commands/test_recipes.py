@@ -13,7 +13,7 @@ import pytest
 
 from lit_fsdp.commands import run
 from lit_fsdp.commands.recipes import find_shipped
-from lit_fsdp.config.parser import read_command_line
+from lit_fsdp.config.command_line import read_command_line
 from lit_fsdp.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +14,15 @@ from lightning.pytorch import LightningModule
 
 import lit_fsdp
 from lit_fsdp.cli import resolved_recipe
-from lit_fsdp.config.data import accumulation_steps
+from lit_fsdp.config.command_line import read_command_line
+from lit_fsdp.config.data import DataConfig, accumulation_steps
 from lit_fsdp.config.model import ModelConfig, OptimConfig, PreferenceConfig, PreferenceModelConfig, schedule_factor
-from lit_fsdp.config.parser import build, load_recipe, read_command_line, say_once
+from lit_fsdp.config.parser import load_recipe
 from lit_fsdp.config.run import FACTORY
+from lit_fsdp.config.sections import build
+from lit_fsdp.config.strategy import StrategyConfig
 from lit_fsdp.errors import ConfigError
+from lit_fsdp.host import say_once
 from tests.runs import check_recipe
 
 ARGS = "trainer.strategy.init_args"
@@ -66,6 +73,50 @@ def test_values_arrive_as_written(load: Any) -> None:
     for found in (load(more=text), load("--trainer.max_time", "10:00:00:00", "--data.cache_dir", "007", more="{}")):
         assert (found.run.trainer["max_time"], found.run.data.cache_dir) == ("10:00:00:00", "007")
     assert (load(more=text).run.slurm.time, load(more=text).run.data.val) == ("12:00:00", "2024-01-01")
+
+
+def test_loggers_write_to_the_run_folder_unless_told_otherwise(load: Any) -> None:
+    name = "lightning.pytorch.loggers.CSVLogger"
+    own, other = {"class_path": name, "init_args": {"save_dir": "logs"}}, {"class_path": "WandbLogger"}
+    for given, folders in (
+        (name, ["runs/base"]),
+        ({"class_path": "TensorBoardLogger", "init_args": {"name": "x"}}, ["runs/base"]),
+        (own, ["logs"]),
+        ([other, {"class_path": name}, own], [None, "runs/base", "logs"]),
+        ("false", []),
+    ):
+        text = json.dumps(given)
+        for found in (load(f"--trainer.logger={text}"), load(more=f"trainer: {{logger: {text}}}")):
+            loggers = found.run.trainer["logger"]
+            loggers = loggers if isinstance(loggers, list) else [loggers] if isinstance(loggers, dict) else []
+            assert [logger.get("init_args", {}).get("save_dir") for logger in loggers] == folders
+    files = ["--config", "recipes/quickstart.yaml", "--trainer.default_root_dir", "there"]
+    words = read_command_line([*files, "--trainer.logger.class_path", name]).short_words()
+    assert words[-3:] == ["--trainer.logger.class_path", name, "--trainer.logger.init_args.save_dir=there"]
+    assert read_command_line([*files, "--trainer.logger", "CSVLogger"]).short_words()[-1] == (
+        '--trainer.logger={"class_path": "CSVLogger", "init_args": {"save_dir": "there"}}'
+    )
+
+
+def test_python_callers_see_every_key_and_its_text() -> None:
+    for made, section in (
+        (lit_fsdp.CausalLMModule, ModelConfig),
+        (lit_fsdp.PreferenceModule, PreferenceModelConfig),
+        (lit_fsdp.CausalLMDataModule, DataConfig),
+        (lit_fsdp.fsdp_strategy, StrategyConfig),
+    ):
+        names = [field.name for field in dataclasses.fields(section)]
+        assert list(inspect.signature(made).parameters) == names
+        text = inspect.getdoc(made.__init__ if isinstance(made, type) else made) or ""
+        assert [name for name in names if f"    {name}: " not in text] == []
+    assert list(inspect.signature(OwnModule).parameters) == ["width"]
+
+
+class OwnModule(lit_fsdp.CausalLMModule):
+    """A subclass has arguments of its own."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(name="x")
 
 
 def test_words_of_lightning(load: Any) -> None:

@@ -11,7 +11,9 @@ import yaml
 
 from lit_fsdp.commands import _VERBS, run
 from lit_fsdp.commands.parsing import parse, verb_parser
-from lit_fsdp.config.parser import leaves, load_recipe, parser_error, recipe_parser
+from lit_fsdp.config.parser import load_recipe, recipe_parser
+from lit_fsdp.config.parser_errors import parser_error
+from lit_fsdp.config.sections import leaves
 from lit_fsdp.config.words import HERE, VERBS, underscored
 from lit_fsdp.convert.hf_trainer import ARGUMENTS
 from lit_fsdp.convert.tables import Keep

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from lit_fsdp.config.data import DataConfig, SourceConfig, TurnsConfig
-from lit_fsdp.config.parser import build
+from lit_fsdp.config.sections import build
 from lit_fsdp.data.formats import Conversation, find_format, read_tokens, to_conversation
 from lit_fsdp.data.readers import read_file
 from lit_fsdp.data.sources import find_sources

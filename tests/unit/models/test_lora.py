@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from lit_fsdp.config.model import LoraConfig
-from lit_fsdp.config.parser import build
+from lit_fsdp.config.sections import build
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.models.build import build_on_meta, freeze_parameters
 from lit_fsdp.models.lora import LoraWeights, apply_lora, apply_saved_lora, base_name

@@ -11,7 +11,8 @@ import pytest
 
 from lit_fsdp.audit import audit_recipe
 from lit_fsdp.commands.planning import run_plan
-from lit_fsdp.config.parser import leaves, load_recipe
+from lit_fsdp.config.parser import load_recipe
+from lit_fsdp.config.sections import leaves
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.metrics.hardware import gpus
 from lit_fsdp.plan.memory import expert_bytes, host_memory, rank_memory, sent_bytes, step_time, zero_table

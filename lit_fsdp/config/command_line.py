@@ -1,0 +1,235 @@
+"""The words behind a verb: files first, later ones win, flags last; which classes they name, long or short."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lit_fsdp.config.data import DataConfig
+from lit_fsdp.config.locations import expanded, shipped_file
+from lit_fsdp.config.model import ModelConfig, PreferenceModelConfig
+from lit_fsdp.config.run import FACTORY
+from lit_fsdp.config.words import section_fix, underscored
+from lit_fsdp.config.yaml_files import load_yaml, own_optim, read_yaml
+from lit_fsdp.errors import ConfigError, require
+from lit_fsdp.host import is_first_process, say_once
+from lit_fsdp.redaction import remember
+
+OWN_CLASSES = {"model": "lit_fsdp.CausalLMModule", "data": "lit_fsdp.CausalLMDataModule"}
+PREFERENCE = "lit_fsdp.PreferenceModule"
+"""Our other class for ``model``; its arguments are read as the section itself."""
+TRUSTED = ("lit_fsdp", "lightning", "pytorch_lightning", "torch", "torchao", "torchmetrics")
+"""Packages whose classes a recipe may name without being asked."""
+_WRITES_TO_FOLDER = ("CSVLogger", "TensorBoardLogger")
+"""Lightning's loggers whose ``save_dir`` has no default."""
+OWN_SECTIONS = {"model": ModelConfig, "data": DataConfig}
+
+
+@dataclass
+class CommandLine:
+    """The words behind a verb, files first, without the switches that are not part of a recipe."""
+
+    words: list[str] = field(default_factory=list)
+    files: list[Path] = field(default_factory=list)
+    contents: list[dict[str, Any]] = field(default_factory=list)
+    allow_imports: list[str] = field(default_factory=list)
+    """Packages, beside :data:`TRUSTED`, whose classes the recipe may name."""
+    verbose: bool = False
+    debug: bool = False
+    print_config: bool = False
+
+    @property
+    def classes(self) -> dict[str, str]:
+        """Those of model, data and trainer.strategy for which a class is named, and the one that is named last."""
+        named = [(name, short_form(content.get(name))[0]) for content in self.contents for name in OWN_CLASSES]
+        trainers = [content.get("trainer") for content in self.contents]
+        named += [("trainer.strategy", short_form(one.get("strategy"))[0]) for one in trainers if isinstance(one, dict)]
+        return {str(name): path for name, path in (*named, *(found[:2] for found in self._sections())) if path}
+
+    @property
+    def foreign(self) -> dict[str, str]:
+        """Of :attr:`classes` those that are not what the short form stands for."""
+        return {name: path for name, path in self.classes.items() if path not in (FACTORY, OWN_CLASSES.get(name))}
+
+    @property
+    def kinds(self) -> tuple[frozenset[str], bool]:
+        """Sections that are somebody else's, and whether the model is :data:`PREFERENCE`."""
+        foreign = self.foreign
+        is_preference = foreign.get("model") == PREFERENCE
+        return frozenset(foreign.keys() - ({"model"} if is_preference else ())), is_preference
+
+    def short_words(self, own_model: bool = True, names: Sequence[str] = tuple(OWN_CLASSES)) -> list[str]:
+        """The words with the sections ``names`` as short forms, whose classes are those of :attr:`classes`."""
+        found = self._sections(own_model)
+        words = [word for name, _, given, short in found for word in (short if name in names else given)]
+        words = self._with_save_dirs(words)
+        if own_model:
+            words = [re.sub(r"^--model\.optim\.class_path\b", "--model.optim.optimizer", word) for word in words]
+            words = [re.sub(r"^--model\.optim\.init_args\b", "--model.optim.optimizer_args", word) for word in words]
+        return words
+
+    def in_short(
+        self,
+        values: Any,
+        names: Iterable[str] = tuple(OWN_CLASSES),
+        taken_by: Callable[[str], Iterable[str] | None] = lambda path: None,
+    ) -> Any:
+        """The content of a file with the sections ``names`` as short forms of the class that is named last.
+
+        What is of another class, one that this file names or ours, and not taken by that one, is left out and said.
+        ``taken_by`` gives the arguments of a class that is not ours, where they can be known.
+        """
+        for name in names if isinstance(values, dict) else ():
+            named, args = short_form(values.get(name))
+            path = self.foreign.get(name, OWN_CLASSES[name])
+            if isinstance(args, dict) and named != path:
+                theirs = args if named else _arguments(OWN_CLASSES[name])
+                taken = _arguments(path) or taken_by(path) or args
+                extra = [key for key in args if key in theirs and key not in taken]
+                args = {key: value for key, value in args.items() if key not in extra}
+                if extra and is_first_process():
+                    say_once(f"{name}: {path} takes no {', '.join(extra)}; left out")
+            if isinstance(args, dict) and "dict_kwargs" in args:
+                rest = {key: value for key, value in args.items() if key != "dict_kwargs"}
+                args = {"class_path": path, "init_args": rest, "dict_kwargs": args["dict_kwargs"]}
+            values = {**values, name: args} if name in values else values
+        trainer = values.get("trainer") if isinstance(values, dict) else None
+        if isinstance(trainer, dict) and "logger" in trainer:
+            values = {**values, "trainer": {**trainer, "logger": self._with_save_dir(trainer["logger"])}}
+        return values
+
+    @property
+    def run_folder(self) -> str:
+        """``trainer.default_root_dir`` as it is given last; the default is named after the first file."""
+        trainers = [content.get("trainer") for content in self.contents]
+        given = [trainer.get("default_root_dir") for trainer in trainers if isinstance(trainer, dict)]
+        pairs = [
+            (*word.partition("=")[::2], after) for word, after in zip(self.words, [*self.words[1:], ""], strict=True)
+        ]
+        given += [value or after for flag, value, after in pairs if flag == "--trainer.default_root_dir"]
+        named = [str(folder) for folder in given if folder]
+        return named[-1] if named else f"runs/{self.files[0].stem if self.files else 'run'}"
+
+    def _with_save_dir(self, given: Any) -> Any:
+        """A value of ``trainer.logger`` whose loggers write to the run folder unless they have a ``save_dir``."""
+        if isinstance(given, list):
+            return [self._with_save_dir(logger) for logger in given]
+        logger = {"class_path": given} if isinstance(given, str) else given
+        path, args = (logger.get("class_path"), logger.get("init_args") or {}) if isinstance(logger, dict) else ("", {})
+        if str(path).rpartition(".")[2] not in _WRITES_TO_FOLDER or not isinstance(args, dict):
+            return given
+        return {**logger, "init_args": {"save_dir": self.run_folder, **args}}
+
+    def _with_save_dirs(self, words: Sequence[str]) -> list[str]:
+        """Words whose loggers write to the run folder unless they have a ``save_dir``."""
+        rest, found = list(words), list[str]()
+        while rest:
+            word = rest.pop(0)
+            flag, equals, value = word.partition("=")
+            if flag.removesuffix("+") not in ("--trainer.logger", "--trainer.logger.class_path"):
+                found.append(word)
+                continue
+            given = [word] if equals or not rest else [word, rest.pop(0)]
+            named = _value_of(value if equals else given[-1])
+            logger = self._with_save_dir(named)
+            if logger != named and flag.endswith("class_path"):
+                given.append(f"--trainer.logger.init_args.save_dir={self.run_folder}")
+            elif logger != named:
+                given = [f"{flag}={json.dumps(logger)}"]
+            found += given
+        return found
+
+    def _sections(self, own_model: bool = False) -> Iterator[tuple[str, str | None, list[str], list[str]]]:
+        """Flag by flag: the section it is about, the class it names, its words, and those in the short form."""
+        words = list(self.words)
+        while words:
+            given = [words.pop(0)]
+            flag, equals, value = given[0].partition("=")
+            found = re.fullmatch(r"--(model|data|trainer\.strategy)(?:\.(class_path|init_args))?(\..+)?", flag)
+            section, form, rest = found.groups() if found else ("", None, None)
+            if rest or not found:
+                yield section, None, given, [f"--{section}{rest}{equals}{value}"] if form == "init_args" else given
+                continue
+            if not equals and words:
+                given.append(words.pop(0))
+            read = _value_of(given[-1] if given[1:] else value)
+            path, args = short_form({form: read} if form else read)
+            args = own_optim(args) if own_model and section == "model" and isinstance(args, dict) else args
+            long = [f"--{section}.class_path={path}"] if path else []
+            long += [f"--{section}.init_args={json.dumps(args)}"] if args else []
+            if section == "trainer.strategy" and path in (None, FACTORY):
+                given = long or given
+            short = [f"--{section}={json.dumps(args)}"] if args else []
+            yield section, path, given, short if path or args else given
+
+
+def read_command_line(argv: Sequence[str]) -> CommandLine:
+    """Split the words behind a verb; ``--config`` files come first, later ones win, and flags are last."""
+    line, flags = CommandLine(allow_imports=os.environ.get("LIT_FSDP_ALLOW_IMPORTS", "").split(",")), []
+    words = [underscored(word) for word in argv]
+    while words:
+        word = words.pop(0)
+        name, equals, value = word.partition("=")
+        if name in ("--config", "-c", "--allow_imports"):
+            require(equals or words, name, "nothing", f"{name} VALUE")
+            value = value if equals else words.pop(0)
+            if name == "--allow_imports":
+                line.allow_imports.append(value)
+                continue
+            path = Path(expanded(value, name))
+            path = path if path.is_file() else shipped_file(str(path), ".yaml")[0] or path
+            line.files.append(path)
+            line.contents.append(read_yaml(path))
+        elif word in ("--verbose", "--debug", "--print_config"):
+            setattr(line, word.removeprefix("--"), True)
+        else:
+            flags.append(word)
+            if word.startswith("--"):
+                remember(value if equals else words[0] if words else None, name)
+    line.words = [f"--config={path}" for path in line.files] + flags
+    line.allow_imports = [package for package in line.allow_imports if package]
+    for section, named in line.foreign.items():
+        package, _, last = named.rpartition(".")
+        is_class = last[:1].isupper() or package.partition(".")[0] in (*TRUSTED, *line.allow_imports)
+        if section in OWN_CLASSES and not (is_class and re.fullmatch(r"\w+(\.\w+)+", named)):
+            fix = f"write {section_fix(section, named)}"
+            raise ConfigError(section, named, "its keys, or the path of a class", fix)
+    if line.allow_imports and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # as python -m has it
+    return line
+
+
+def _arguments(path: str) -> list[str]:
+    """The names of what a class of ours for ``model`` or ``data`` takes, none for another."""
+    classes = {PREFERENCE: PreferenceModelConfig} | {OWN_CLASSES[name]: cls for name, cls in OWN_SECTIONS.items()}
+    return [field.name for field in dataclasses.fields(classes[path])] if path in classes else []
+
+
+def short_form(section: Any) -> tuple[str | None, Any]:
+    """The class that a section names, if it does, and its arguments: beside ``class_path`` or in ``init_args``."""
+    if isinstance(section, str):
+        return section, {}
+    if not isinstance(section, dict):
+        return None, section
+    path, inner = section.get("class_path", ""), section.get("init_args") or {}
+    if not isinstance(path, str) or not isinstance(inner, dict):
+        return None, section
+    beside = {key: value for key, value in section.items() if key not in ("class_path", "init_args")}
+    return path or None, beside | inner
+
+
+def _value_of(text: str) -> Any:
+    """The value of a flag; None for one that the parser refuses."""
+    try:
+        return load_yaml(text)
+    except (yaml.YAMLError, ValueError):
+        return None

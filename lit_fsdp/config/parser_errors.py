@@ -1,0 +1,133 @@
+"""Errors of jsonargparse as ours: the full path, what was given, what is allowed, the nearest key."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib
+import importlib.util
+import re
+from argparse import ArgumentError
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from jsonargparse import ArgumentParser, Namespace
+
+from lit_fsdp.config.command_line import PREFERENCE, TRUSTED
+from lit_fsdp.config.model import LoraConfig
+from lit_fsdp.config.words import ROWS_FILES, here, section_fix
+from lit_fsdp.errors import ConfigError
+
+_LISTS = ("trainer.callbacks.", "trainer.logger.", "trainer.plugins.")
+"""What is below are arguments of somebody's classes."""
+
+
+def translated(parser: ArgumentParser, read: Callable[[], Namespace], known: Iterable[str] = ()) -> Namespace:
+    """Call ``read``; an error of the parser becomes a ConfigError with the nearest of its keys and ``known``."""
+    try:
+        return read()
+    except ConfigError:
+        raise
+    except (ArgumentError, ValueError, TypeError, KeyError, AttributeError, ImportError) as error:
+        raise parser_error(str(error), [*(action.dest for action in parser._actions), *known]) from None
+
+
+def parser_error(message: str, known: Iterable[str]) -> ConfigError:
+    """Turn an error of jsonargparse into ours: what it says, the full path, and the nearest key or word."""
+    dests = [dest.replace("-", "_") for dest in known if not dest.endswith("help")]
+    every = {".".join(dest.split(".")[: i + 1]) for dest in dests for i in range(dest.count(".") + 1)}
+    denied = re.search(r"Importing '([\w.]+)' is not allowed", message)
+    keys = re.findall(r'Parser key "([^"]+)"', message) or ["recipe"]
+    inner = next((one for one in keys[1:] if not one.startswith(keys[0])), None)  # of a section inside of another
+    key = f"{keys[0]}.{inner}" if inner else keys[0]
+    if denied:
+        return not_allowed(key, denied[1])
+    unknown = re.search(r"(?:unrecognized arguments: -*|Option '|Group '(\w+)' .* option ')([^\s'=]+)", message)
+    if unknown:
+        name = f"{unknown[1]}.{unknown[2]}" if unknown[1] else unknown[2]
+        inside = re.search(r"class_path 'lit_fsdp\.config\.(\w+)\.(\w+)'", message)
+        if inside:
+            cls = getattr(importlib.import_module(f"lit_fsdp.config.{inside[1]}"), inside[2])
+            every |= {f"{key}.{field.name}" for field in dataclasses.fields(cls)}
+        full = name if key == "recipe" or name.startswith(f"{key}.") else f"{key}.{name}"
+        parent = full.rpartition(".")[0]
+        while parent and parent not in every:
+            parent = parent.rpartition(".")[0]
+        beside = sorted(one for one in every if one.rpartition(".")[0] == parent)
+        wanted_key = full.removesuffix("+")
+        meant = here(wanted_key)
+        is_known = "model.optim" in every if meant.startswith(("model.lora.", "model.class_path")) else False
+        is_known |= meant.partition(":")[0] in every and not full.startswith(_LISTS)
+        near = meant if is_known else _nearest(wanted_key, beside, every)
+        if parent == "model" and name.rpartition(".")[2] in {field.name for field in dataclasses.fields(LoraConfig)}:
+            near = f"model.lora.{name.rpartition('.')[2]}"  # of adapters, and not known where lora is null
+        fix = f"write {near}" if near else "remove it"
+        if Path(name).suffix in (".yaml", ".yml"):
+            fix = f"write --config {name}"
+        elif f": {name}" in message and (name.endswith(ROWS_FILES) or "/" in name):  # not behind dashes
+            fix = f"write {section_fix('data' if name.endswith(ROWS_FILES) else 'model', name)}"
+        if full.startswith("model.preference") and "model.preference" not in every:
+            fix = f"set model.class_path: {PREFERENCE}"
+        names = ", ".join(one.rpartition(".")[2] for one in beside)
+        if not names:  # of a class that is not ours
+            return ConfigError(full, "a key that does not exist", "an argument of that class", "remove it")
+        return ConfigError(full, "a key that does not exist", f"one of {names}", fix)
+    whole = re.search(r"Unable to load config '(.*?)'\n|thus '?(.*?)'? is not accepted as class_path", message)
+    if whole:
+        names = ", ".join(one.rpartition(".")[2] for one in sorted(every) if one.rpartition(".")[0] == key)
+        return ConfigError(key, whole[1] or whole[2], f"a mapping with {names}", f"write {section_fix(key)}")
+    rule = re.search(r"- (\w+): got (.*)\n\s*allowed: (.*)(?:\n\s*fix: *(.*))?", message)
+    if rule:  # of a section that stands for a word
+        return ConfigError(f"{key}.{rule[1]}", rule[2], rule[3], rule[4] or "")
+    why = r"(module .* has no attribute .*|No module named .*|does not correspond .*)"
+    lost = re.search(rf"(?:class_path '|Import path )([\w.]+)(?:':\s+| ){why}", message)
+    if lost:
+        return ConfigError(key, f"{lost[1]} ({lost[2]})", "a class of this kind that can be imported")
+    value = re.search(r"(?:Got|Given) value: (.*)", message)
+    wanted = re.findall(r"Expected an? (.*?)(?:\. Got value.*)?$", message, re.MULTILINE)
+    if not value or not wanted:
+        return ConfigError(key, _as_yaml(" ".join(message.split())), "see lit-fsdp fit --help")
+    plain = [re.sub(r"<class '([\w.]+)'>|typing\.", lambda m: m[1] or "", one) for one in wanted]
+    kinds = {"NoneType": "null", "str": "text", "bool": "true | false", "float": "a number", "int": "a whole number"}
+    kinds |= {"dict": "a mapping", "list": "a list", "collections.abc.Iterable": "a list"}
+    shown = [
+        re.sub(r"^Literal\[|\]$|'", "", one).replace(", ", " | ") if one.startswith("Literal") else kinds.get(one, one)
+        for one in plain
+        if "import path" not in one and not one.startswith("path but")
+    ]
+    is_section = re.search(r"Subtypes: \[.*lit_fsdp\.config", message)
+    if is_section or "import path" in message or "valid subclass" in message:
+        shown.append("a mapping" if is_section else "a class, as {class_path: NAME, init_args: {...}}")
+    words = [word for one in plain if one.startswith("Literal") for word in re.findall(r"'([^']+)'", one)]
+    near, allowed = _nearest(value[1].lower(), words), " | ".join(dict.fromkeys(shown))
+    given, fix = _as_yaml(value[1]), f"write {key}: {near}" if near else ""
+    if key == "model.lora" or ("a list" in shown and "," in given and given[:1] not in "[{"):
+        fix = f"write {section_fix(key) if key == 'model.lora' else f'{key}: [{given}]'}"
+    return ConfigError(key, given, allowed, fix)
+
+
+def _as_yaml(text: str) -> str:
+    """What jsonargparse prints of a value, without names of its own classes."""
+    text = re.sub(r"NestedArg\(key='\w+', val='?(.*?)'?\)", r"\1", text)
+    for _ in range(text.count("Namespace(")):  # from the inside out
+        text = re.sub(r"Namespace\(([^()]*)\)", lambda found: f"{{{found[1].replace('=', ': ')}}}", text)
+    return {"None": "null", "True": "true", "False": "false"}.get(text, text)
+
+
+def not_allowed(key: str, path: str) -> ConfigError:
+    """Build the error about a class of a package that is not allowed, which has not been imported."""
+    package = path.partition(".")[0]
+    fix = f"add --allow-imports {package}, or set LIT_FSDP_ALLOW_IMPORTS={package}"
+    return ConfigError(key, path, f"classes of {', '.join(TRUSTED)}, and of packages that are allowed", fix)
+
+
+def _nearest(name: str, *groups: Iterable[str]) -> str | None:
+    """The nearest by meaning, else by letters; of several groups the first that has one.
+
+    By meaning: the same last word, or its initials, as learning_rate is meant by lr.
+    """
+    last = name.rpartition(".")[2]
+    meant = ("".join(part[:1] for part in last.split("_")), last, *name.split("-"))
+    found = [one for names in groups for one in sorted(names) if one.rpartition(".")[2] in meant]
+    found += [one for names in groups for one in difflib.get_close_matches(name, sorted(names), n=1, cutoff=0.6)]
+    return found[0] if found else None

@@ -1,0 +1,129 @@
+"""Typed sections from mappings, and mappings from sections."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import inspect
+import itertools
+import textwrap
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar, Union
+
+from jsonargparse import ArgumentParser, Namespace
+
+from lit_fsdp.config.command_line import OWN_CLASSES
+from lit_fsdp.config.parser_errors import translated
+from lit_fsdp.config.yaml_files import use_loader
+from lit_fsdp.errors import ConfigError, require
+
+T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def build(cls: type[T], values: Mapping[str, Any], path: str) -> T:
+    """Build the dataclass ``cls`` from a mapping as a recipe or a Python caller gives it.
+
+    Raises:
+        ConfigError: A key or value that does not exist, or a rule of ``cls``; names the path from ``path`` on.
+    """
+    use_loader()
+    parser = _section_parser(typing.cast(Any, cls), path)
+    nested = functools.reduce(lambda inner, name: {name: inner}, reversed(path.split(".")), plain(values))
+    return typed(cls, translated(parser, lambda: parser.parse_object(nested))[path], path)
+
+
+@functools.cache  # building takes longer than parsing, and a search builds a strategy for each candidate
+def _section_parser(cls: type[Any], path: str) -> ArgumentParser:
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(cls, path)
+    return parser
+
+
+def takes_fields(section: type[Any], returns: Any = None) -> Callable[[F], F]:
+    """Decorate a function that hands its keyword arguments to the dataclass ``section``.
+
+    ``help()``, completion and parsers then see the fields: names, types, defaults, and the texts under them.
+    """
+
+    def describe(function: F) -> F:
+        own = [p for p in inspect.signature(function).parameters.values() if p.name == "self"]
+        fields, types = inspect.signature(section).parameters.values(), typing.get_type_hints(section)
+        parameters = [*own, *(field.replace(annotation=types[field.name]) for field in fields)]
+        function.__signature__ = inspect.Signature(parameters, return_annotation=returns)  # type: ignore[attr-defined]
+        args = [textwrap.indent(f"{name}: {text}", "    ") for name, text in _texts_of(section).items()]
+        head, _, rest = (function.__doc__ or "").partition("    Args:\n        **kwargs:")
+        rest = rest.partition("\n")[2].strip("\n")
+        parts = (inspect.cleandoc(head), "Args:\n" + "\n".join(args), inspect.cleandoc(rest))
+        # the first line does not count for how far the others are indented
+        function.__doc__ = ("" if head else "\n") + "\n\n".join(part for part in parts if part)
+        return function
+
+    return describe
+
+
+def _texts_of(section: type[Any]) -> dict[str, str]:
+    """The sentences under the fields of a dataclass, which are not kept at run time."""
+    found: dict[str, str] = {}
+    for cls in reversed([cls for cls in section.__mro__ if dataclasses.is_dataclass(cls)]):
+        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+        body = tree.body if isinstance(tree, ast.ClassDef) else []
+        for node, after in itertools.pairwise(body):
+            text = after.value if isinstance(after, ast.Expr) else None
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and isinstance(text, ast.Constant):
+                found[node.target.id] = inspect.cleandoc(str(text.value)).replace("\n", "\n    ")
+    return found
+
+
+def typed(cls: type[T], values: Any, path: str) -> T:
+    """Build the dataclass ``cls`` from a namespace that the parser has checked; its rules name the full path."""
+    hints = typing.get_type_hints(cls)
+    items = vars(values) if isinstance(values, Namespace) else values
+    built = {name: _typed_value(hints[name], value, f"{path}.{name}") for name, value in items.items()}
+    try:
+        return cls(**built)
+    except ConfigError as error:
+        within = error.field.startswith(path) or error.field.split(".")[0] in OWN_CLASSES
+        name = error.field if within else f"{path}.{error.field}"
+        raise ConfigError(name, error.given, error.allowed, error.fix) from None
+    except TypeError:  # of a rule about a number that is null, which jsonargparse lets pass inside of a Union
+        null = next((name for name, value in built.items() if value is None and hints[name] in (int, float)), None)
+        require(null is None, f"{path}.{null}", "null", "a number", f"drop {null}")
+        raise
+
+
+def _typed_value(hint: Any, value: Any, path: str) -> Any:
+    options = typing.get_args(hint) if typing.get_origin(hint) in (Union, types.UnionType) else (hint,)
+    if isinstance(value, (Namespace, dict)):
+        nested = next((option for option in options if dataclasses.is_dataclass(option)), None)
+        return typed(nested, value, path) if nested else plain(value)  # type: ignore[arg-type]
+    if isinstance(value, list):
+        items = next((typing.get_args(option)[0] for option in options if typing.get_origin(option) is list), Any)
+        return [_typed_value(items, item, f"{path}[{i}]") for i, item in enumerate(value)]
+    return value
+
+
+def plain(value: Any) -> Any:
+    """Mappings and lists in place of namespaces and dataclasses."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, (Namespace, Mapping)):
+        items = vars(value) if isinstance(value, Namespace) else value
+        return {name: plain(item) for name, item in items.items()}
+    return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def changed_values(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """One line per value, with its full key, that differs between two recipes; a key that is not there is null."""
+    old, new = dict(leaves(before)), dict(leaves(after))
+    return [f"{key}: {old.get(key)!r} → {new.get(key)!r}" for key in {**old, **new} if old.get(key) != new.get(key)]
+
+
+def leaves(values: Mapping[str, Any], path: str = "") -> Iterable[tuple[str, Any]]:
+    """Full key and value of everything in nested mappings."""
+    for key, value in values.items():
+        where = f"{path}.{key}" if path else str(key)
+        yield from leaves(value, where) if isinstance(value, Mapping) and value else [(where, value)]

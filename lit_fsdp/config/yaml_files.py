@@ -1,0 +1,88 @@
+"""Recipe files: YAML in which 12:00:00 is text and 1e-4 a number, and what jsonargparse reads of it."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import typing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jsonargparse
+import yaml
+
+from lit_fsdp.config.locations import shipped_file
+from lit_fsdp.config.run import FACTORY
+from lit_fsdp.errors import ConfigError, require
+from lit_fsdp.redaction import remember
+
+
+class _RecipeLoader(yaml.SafeLoader):
+    """YAML in which 12:00:00 and 2024-01-01 are text, and 1e-4 is a number."""
+
+
+_RecipeLoader.yaml_implicit_resolvers = {
+    first: [(tag, one) for tag, one in resolvers if tag.rpartition(":")[2] not in ("int", "float", "timestamp")]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_INT = re.compile(r"[-+]?(0|[1-9][0-9_]*)$")
+_FLOAT = re.compile(r"[-+]?((\d[\d_]*\.?\d*|\.\d+)[eE][-+]?\d+|\d[\d_]*\.\d*|\.\d+|\.(inf|Inf|INF))$|\.nan$")
+_RecipeLoader.add_implicit_resolver("tag:yaml.org,2002:int", _INT, list("-+0123456789"))
+_RecipeLoader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
+
+
+def load_yaml(text: str) -> Any:
+    """YAML as data."""
+    values = yaml.load(text, _RecipeLoader)  # noqa: S506 (a SafeLoader)
+    trainer: Any = values.get("trainer") if isinstance(values, dict) else None
+    if isinstance(trainer, dict) and trainer.get("strategy") == FACTORY:
+        trainer["strategy"] = {"class_path": FACTORY}
+    return values
+
+
+def use_loader(own_model: bool = True, change: Callable[[Any], Any] = lambda values: values) -> None:
+    """Make jsonargparse read YAML with :func:`load_yaml`, and ``change`` what it has read.
+
+    Of an ``own_model``, ``class_path`` and ``init_args`` of ``model.optim`` name the optimizer.
+    """
+
+    def load(text: str) -> Any:
+        values = change(load_yaml(text))
+        model = values.get("model") if own_model and isinstance(values, dict) else None
+        return {**values, "model": own_optim(model)} if isinstance(model, dict) else values
+
+    jsonargparse.set_loader("yaml", load, exceptions=(yaml.YAMLError, ValueError))
+
+
+def own_optim(model: dict[str, Any]) -> dict[str, Any]:
+    """The section with ``class_path`` and ``init_args`` of ``optim`` as ``optimizer`` and ``optimizer_args``."""
+    optim, words = model.get("optim"), {"class_path": "optimizer", "init_args": "optimizer_args"}
+    return model | {"optim": {words.get(k, k): v for k, v in optim.items()}} if isinstance(optim, dict) else model
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Read a recipe file as a mapping and remember its secrets, so that no message shows them.
+
+    Raises:
+        ConfigError: The file is missing (near names are given), is no YAML, or holds no mapping.
+    """
+    if not path.is_file():
+        folder = path.parent if path.parent.is_dir() else Path()
+        near = difflib.get_close_matches(path.name, [p.name for p in folder.glob("*.y*ml")], n=3, cutoff=0.3)
+        there = ", ".join(str(folder / name) for name in near) or f"no such YAML file in {folder.resolve().name}/"
+        _, ships = shipped_file(str(path), ".yaml")
+        allowed = f"an existing YAML file: {there}; or a name that lit-fsdp recipes ls prints"
+        fix = f"write --config {ships[0]}" if ships else "check the path"
+        raise ConfigError("--config", path, f"{allowed}: {', '.join(ships)}" if ships else allowed, fix)
+    text = path.read_text(encoding="utf-8", errors="replace")
+    try:
+        content = load_yaml(text)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        # its text quotes the line, which may hold a secret
+        mark, why = getattr(error, "problem_mark", None), getattr(error, "problem", type(error).__name__)
+        why = f"{why} in line {mark.line + 1}" if mark else why
+        raise ConfigError("--config", f"{path}, which is no YAML ({why})", "YAML", "mend that line") from None
+    require(isinstance(content, dict), "--config", f"{path} with {type(content).__name__}", "a mapping of sections")
+    remember(content)
+    return typing.cast(dict[str, Any], content)

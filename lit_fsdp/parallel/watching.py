@@ -1,0 +1,102 @@
+"""What is read back from the live steps: which parameters a backward pass uses, and the dtypes of the first one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from lit_fsdp.checkpoint.state import local_part
+from lit_fsdp.metrics.hardware import to_device
+from lit_fsdp.parallel.checkpointing import Checkpoints
+from lit_fsdp.parallel.precision import moments
+
+
+class WatchedSteps(Checkpoints):
+    """The part of :class:`lit_fsdp.parallel.base.EngineStrategy` that compares live steps with what was declared."""
+
+    world_size: int
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._names: dict[int, str] = {}  # by id of the parameter, those of the model
+        self._used: set[str] = set()  # of parameters that this rank's backward passes used since the last step
+        self._noted: dict[int, torch.Tensor] = {}
+        super().__init__(*args, **kwargs)
+
+    def _watch_unit(self, unit: nn.Module, owners: list[tuple[str, nn.Module]], dtype: str) -> None:
+        """Note which parameters of a unit, those of ``owners``, a backward pass uses, and at first their dtypes."""
+
+        def hook(module: nn.Module, args: Any) -> None:  # fsdp2 keeps the gathered tensors, fsdp1 makes new ones
+            named = [(f"{n}.{a}" if n else a, p) for n, owner in owners for a, p in owner._parameters.items()]
+            gathered = [(name, p) for name, p in named if p is not None and not isinstance(p, DTensor)]
+            if self.contract.watching:
+                split = [(name, p) for name, p in gathered if p.dim()]
+                self.contract.check_parameters("gathered parameters in the forward", split, dtype)
+            for name, param in gathered:
+                if not param.requires_grad:
+                    continue
+
+                def note(_: torch.Tensor, name: str = name) -> None:
+                    self._used.add(name)
+
+                if not param.is_leaf:
+                    param.register_hook(note)
+                elif self._noted.get(id(param)) is not param:
+                    self._noted[id(param)] = param
+                    param.register_post_accumulate_grad_hook(note)
+
+        unit.register_forward_pre_hook(hook)
+
+    def _check_parameters(self, when: str, optimizers: Sequence[Any] = ()) -> None:
+        named = list(self.lightning_module.named_parameters())
+        self.contract.check_parameters(f"parameters {when}", named)
+        for optimizer in optimizers:
+            found = moments(optimizer, {id(param): name for name, param in named})
+            self.contract.check(f"optimizer state {when}", found, self.contract.row.param)
+
+    def used_params(self, optimizer: Any) -> tuple[list[torch.Tensor | None], torch.Tensor]:
+        """The parameters, None for those of others, and for each 0 where no rank has a gradient; collective."""
+        if not self.config.is_sharded:  # engines put zeros there, and the optimizer would decay the parameter
+            return [], torch.empty(0, device=self.root_device)
+        held = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+        # in an order that all ranks share, whatever their optimizers hold
+        params = [held.get(key) for key in self._names]
+        return params, self._on_any_rank([p is not None and self._has_grad(p) for p in params])
+
+    def have_gradients(self, params: list[torch.Tensor]) -> list[bool]:
+        """Which of these parameters would have a gradient in one process; collective."""
+        found = self._on_any_rank([p.grad is not None for p in params] + [self._has_grad(p) for p in params])
+        return [bool(there and used) for there, used in found.view(2, -1).T.tolist()]
+
+    def _has_grad(self, param: torch.Tensor) -> bool:
+        return self._names[id(param)] in self._used or (param.grad is not None and bool(local_part(param.grad).any()))
+
+    def _on_any_rank(self, flags: list[bool]) -> torch.Tensor:
+        found = to_device(flags, torch.uint8, self.root_device)
+        if self.world_size > 1:
+            dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        return found
+
+    def backward(self, closure_loss: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Backward pass; until the first optimizer step the dtypes of reductions are recorded."""
+        with self.contract.watch_reductions():
+            return super().backward(closure_loss, *args, **kwargs)  # type: ignore[misc]
+
+    def optimizer_step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Optimizer step; after the first one the dtypes of gradients and moments are compared."""
+        result = super().optimizer_step(optimizer, *args, **kwargs)  # type: ignore[misc]
+        self._rng_before_window = None
+        if self.config.is_sharded:
+            held = (self._names[id(p)] for group in optimizer.param_groups for p in group["params"])
+            self._used.difference_update(held)
+        if self.contract.watching:
+            named = self.lightning_module.named_parameters()
+            grads = [(name, param.grad) for name, param in named if param.grad is not None]
+            self.contract.check("gradients", grads, self.contract.row.param)
+            self._check_parameters("after the first step", [optimizer])
+            self.contract.watching = False
+        return result
