@@ -1,4 +1,4 @@
-"""``profile``: where the time of a step goes, by a few steps of the recipe's own run under torch.profiler."""
+"""``profile``: profile a few steps of a recipe with torch.profiler."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from lit_fsdp.host import is_first_process
 def run_profile(argv: Sequence[str]) -> int:
     """Run ``lit-fsdp profile`` and return the exit code."""
     text = (
-        "Where the time of a step goes: a Chrome trace per rank (for ui.perfetto.dev or chrome://tracing), and a table "
-        "of computing, communication, exposed communication and idle time for each phase. A few steps are trained "
-        "as fit does it, and nothing is saved but that, in profile/ of the run folder."
+        "Profile the time of a step: a Chrome trace per rank (for ui.perfetto.dev or chrome://tracing), and a table of "
+        "computing, communication, exposed communication and idle time for each phase. A few steps are trained as in "
+        "fit, and only the profile is saved, in profile/ of the run folder."
     )
     example = "lit-fsdp profile -c recipes/quickstart.yaml -c configs/debug/smoke.yaml"
     parser = verb_parser("profile", text, example, RECIPE)
-    parser.add_argument("--steps", type=int, default=3, help="optimizer steps in the window, after two; default: 3")
+    parser.add_argument("--steps", type=int, default=3, help="optimizer steps to profile, after two others; default: 3")
     parser.add_argument("--json", action="store_true", help="JSON instead of tables on standard output")
     options, words = parser.parse_known_args(argv)
     from lit_fsdp.metrics.trace import WARMUP_STEPS, advice

@@ -277,8 +277,8 @@ def test_what_is_sent():
 def test_what_cannot_be_answered_is_refused_before_anything_is_simulated(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("lit_fsdp.plan.memory.rank_memory", None)
     for words, match in (
-        ("--search", "--search, --write: got no size of a GPU"),
-        ("--write best.yaml", "--search, --write: got no size of a GPU"),
+        ("--search", "--search, --write: got no GPU memory size"),
+        ("--write best.yaml", "--search, --write: got no GPU memory size"),
         ("--gpu h100-80", "write h100-80gb"),
         ("--gpu h100", "h100-80gb(.|\\n)*write h100-80gb"),
         ("--gpu xyz", "h100-80gb(.|\\n)*write --memory GIB"),
