@@ -144,7 +144,7 @@ def test_classes_of_ones_own_in_a_recipe(here: Path) -> None:
     assert yaml.safe_load(Path("run/recipe.yaml").read_text())["ckpt_path"] is None  # a recipe for new runs too
     assert {"5", "6"} <= {row["step"] for row in records(Path("run/metrics.csv"))}
     said = said_by("predict", "--config", "own.yaml", "--allow-imports", "mine", "--ckpt_path", "last")
-    assert said.count("Net.predict_step gives no rows with numbers") == 1
+    assert said.count("Net.predict_step returns no rows with numbers") == 1
     page = Page(Path("run/report.html").read_text())
     assert (page.curves["train_loss"], page.curves["grad_norm"]) == (4, 4)  # steps 1, 4, 5, 6
     assert dict(page.tables["At a glance"])["model"].startswith("mine.Net, ")

@@ -111,7 +111,7 @@ def test_lightnings_handlers_stay_out_under_slurm_too(tmp_path, flags):
 
 @pytest.mark.filterwarnings("ignore")
 def test_where_lightnings_own_callback_saves_it_does_so_here_too(tmp_path, flags):
-    for saves, said in ((True, "the checkpoint is complete"), (False, "which nothing saves")):
+    for saves, said in ((True, "the checkpoint is complete"), (False, "without saving")):
         theirs = [ModelCheckpoint(tmp_path / "theirs")] if saves else []
         trainer = trainer_with(tmp_path, Watch(flags), StopOnSignal(flags), *theirs, enable_checkpointing=saves)
         with pytest.raises(StopRequested, match=f"after step 2.* {said}") as caught:
