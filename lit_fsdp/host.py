@@ -82,7 +82,7 @@ def is_requeued() -> bool:
 def tell_job(name: str, text: str = "") -> None:
     """Write a small file atomically for the batch script of this job; do nothing outside of a job."""
     if folder := os.environ.get(EXIT_DIR):
-        with suppress(OSError):  # then srun's exit code alone decides
+        with suppress(OSError):  # then only srun's exit code counts
             partial = Path(folder, f".{name}.{global_rank()}")
             partial.write_text(f"{text}\n", encoding="ascii")
             partial.replace(Path(folder, name))

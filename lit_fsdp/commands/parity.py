@@ -40,7 +40,7 @@ def run_parity(argv: Sequence[str]) -> int:
     if is_plain:
         allowed, fix = "what a loop over single rows can train", "compare with a recipe: --against OTHER.yaml"
         require(not isinstance(runs[0].model, PreferenceModelConfig), "model.class_path", PREFERENCE, allowed, fix)
-        require(not runs[0].data.streaming, "data.streaming", "true", f"{allowed} in an order of its own", fix)
+        require(not runs[0].data.streaming, "data.streaming", "true", f"{allowed} in a fixed order", fix)
     from lit_fsdp.cli import resolved_recipe
     from lit_fsdp.parity.choices import RunRefused, flat, plain_side, turns, with_shared
     from lit_fsdp.parity.trace import compare

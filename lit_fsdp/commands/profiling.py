@@ -44,7 +44,7 @@ def run_profile(argv: Sequence[str]) -> int:
         return found
 
     changes = {"logger": "false", "default_root_dir": folder, "max_epochs": trainer["max_epochs"] or -1}
-    if trainer["max_steps"] > 0:  # at least its own, to which warm-up and schedule fit
+    if trainer["max_steps"] > 0:  # at least the recipe's, which fits its warm-up and schedule
         changes |= {"max_steps": max(trainer["max_steps"], options.steps + WARMUP_STEPS), "max_epochs": -1}
     code = run_training_verb("fit", [*words, *quiet_flags(changes)], callbacks)
     if code or not is_first_process():
@@ -55,7 +55,7 @@ def run_profile(argv: Sequence[str]) -> int:
     if options.json:
         print(json.dumps({"ranks": records, "advice": advice(records)}, indent=1))
     else:
-        heads = ("operator of rank 0, by itself", "ms", "calls")
+        heads = ("operator of rank 0, self time", "ms", "calls")
         cells = [(name[:64], f"{ms:.1f}", f"{calls:.0f}") for name, ms, calls in records[0]["operators"]]
         tables = [*(_phases(rank, record) for rank, record in enumerate(records)), columns([heads, *cells], heads[1:])]
         print("\n\n".join([*tables, "\n".join(advice(records))]))

@@ -1,6 +1,6 @@
 """Detect the launcher of this process, and check that it started as many processes as the recipe needs.
 
-A recipe runs alone, with ``torchrun`` or with ``srun``. A wrong combination would wait for ranks that never start, or
+Start a recipe directly, by ``torchrun`` or by ``srun``. A wrong combination would wait for ranks that never start, or
 train several runs at once; every rank refuses it before torch is loaded, so that none waits for another.
 """
 
