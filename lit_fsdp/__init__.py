@@ -1,6 +1,6 @@
 """Fine-tuning of causal language models with fully sharded data parallelism, on Lightning.
 
-Public names are imported when they are first used, so that the command line answers before torch is loaded.
+Public names are imported on first use, so that the command line responds before torch is loaded.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-quiet_imports()  # before transformers is imported, for a command or for a script of one's own
+quiet_imports()  # before transformers is imported, for commands and user scripts
 
 _HOMES = {
     "CausalLMDataModule": "datamodule",

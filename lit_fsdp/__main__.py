@@ -13,8 +13,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code.
 
     0 done; 1 the run failed or a check found something; 2 the recipe or the command line is wrong; 75 saved and
-    stopped on SIGTERM or SIGUSR1; 76 a rank lost the others; 130 on Ctrl-C. What a user can fix is said without a
-    traceback, and secrets of the environment and of the recipe are said nowhere.
+    stopped on SIGTERM or SIGUSR1; 76 a rank lost the others; 130 on Ctrl-C. Errors that a user can fix are
+    printed without a traceback, and secrets of the environment and of the recipe are never printed.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     return exit_code_of(lambda: run(words), debug="--debug" in words)

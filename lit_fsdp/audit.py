@@ -1,4 +1,4 @@
-"""What a recipe would do on given ranks, without doing it: units, mesh, dtypes and state, from shapes on meta."""
+"""Audit of a recipe without running it: units, mesh, dtypes and state per rank, from shapes on meta."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from lit_fsdp.report.tables import parameter_counts, ranks_table, units_table
 
 
 class CausalLMModule(nn.Module):
-    """Stands for the LightningModule of that name: the same tree of modules, without Lightning."""
+    """Placeholder for the LightningModule of that name: the same module tree, without Lightning."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -35,16 +35,16 @@ class CausalLMModule(nn.Module):
 
 
 def audit_recipe(run: RunConfig) -> dict[str, Any]:
-    """What ``audit.json`` of this run would say about units, and what each rank would keep, from the model's config."""
+    """Return the content of this run's ``audit.json`` about units, and the state per rank, from the model's config."""
     assert run.world_size is not None
     strategy, model_config, optim = settled_strategy(run), run.model, run.model.optim
     copies, shards = mesh_shape(strategy, run.num_nodes, run.world_size, STRATEGY)
     attention, row = model_config.attn_implementation, strategy.precision_config.row
-    if attention in FLASH_ATTENTION:  # its package need not be installed here, and parameters do not depend on it
+    if attention in FLASH_ATTENTION:  # its package may be missing here, and parameters do not depend on it
         model_config = dataclasses.replace(model_config, attn_implementation="eager")
     model = build_trainable(resolve_architecture(model_config), model_config)[0]
     fits = attention not in FLASH_ATTENTION or model._supports_flash_attn
-    require(fits, "model.attn_implementation", f"{attention} for {model.config.model_type}", "one that the model has")
+    require(fits, "model.attn_implementation", f"{attention} for {model.config.model_type}", "one that it supports")
     module = CausalLMModule(model)
     frozen = cast_parameters(module, strategy)
     plan = plan_for(module, strategy, STRATEGY)
@@ -63,25 +63,25 @@ def audit_recipe(run: RunConfig) -> dict[str, Any]:
         "precision": {"mode": strategy.precision_config.mode, "declared": declared_dtypes(row, frozen)},
         "state_per_rank": state,
         "optimizer": optim.optimizer,
-        "optimizer_bytes_of": known_as,  # AdamW's for one that is not known
+        "optimizer_bytes_of": known_as,  # AdamW's if the optimizer is unknown
         "replaced": strategy.replaced,
     }
 
 
 def settled_strategy(run: RunConfig) -> StrategyConfig:
-    """The recipe's strategy with the mode that ``precision: auto`` is where it runs."""
+    """The recipe's strategy with ``precision: auto`` resolved for its device."""
     return run.strategy.on(has_bf16(device_type(run)))
 
 
 def device_type(run: RunConfig) -> str:
-    """Of the run, ``cpu`` or ``cuda``: where the recipe leaves it open, as if it were on this machine."""
+    """Device type of the run, ``cpu`` or ``cuda``; if the recipe leaves it open, that of this machine."""
     accelerator = run.trainer.get("accelerator")
     open_here = accelerator in (None, "auto") and not torch.cuda.is_available()
     return "cpu" if accelerator == "cpu" or open_here else "cuda"
 
 
 def print_recipe_audit(record: dict[str, Any], file: TextIO | None = None) -> None:
-    """The audit of a recipe as tables on standard output, or in ``file``."""
+    """Print the audit of a recipe as tables to standard output or ``file``."""
     console = Console(file=file or sys.stdout)
     console.print(units_table(record))
     console.print(ranks_table(record["state_per_rank"]))
@@ -92,34 +92,34 @@ def print_recipe_audit(record: dict[str, Any], file: TextIO | None = None) -> No
         f"{record['engine']} {sharding} on {record['ranks']} ranks: replicate_degree {record['replicate_degree']}, "
         f"shard_degree {record['shard_degree']}",
         f"precision {record['precision']['mode']} declares {dtypes}",
-        f"optimizer {record['optimizer']}, with the state of {record['optimizer_bytes_of']}",
-        *(f"not split, for weights tied to others: {name}" for name in record["kept_together_by_tied_weights"]),
+        f"optimizer {record['optimizer']}, with the state size of {record['optimizer_bytes_of']}",
+        *(f"not split because of tied weights: {name}" for name in record["kept_together_by_tied_weights"]),
         *(f"replaced: {name}: {text}" for name, text in record["replaced"].items()),
     ]
     for line in lines:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
-# What each rank keeps between steps, as the two engines split it: FSDP2 cuts every parameter along dim 0 into chunks of
-# ceil(rows / ranks) rows and pads the last ones in storage. FSDP1 lays the parameters of a unit end to end, each at a
-# multiple of 16 bytes, pads the whole to a multiple of the ranks and cuts it into equal parts, wherever that falls.
+# State of each rank between steps: FSDP2 splits every parameter along dim 0 into chunks of ceil(rows / ranks) rows and
+# pads the last ones in storage. FSDP1 concatenates the parameters of a unit, each aligned to a multiple of 16 bytes,
+# pads the result to a multiple of the ranks and splits it into equal parts, regardless of parameter boundaries.
 
 _Kept = Callable[[nn.Parameter, int], int]
 _KINDS = ("num_params", "parameter_bytes", "gradient_bytes", "optimizer_bytes", "rounding_bytes")
-_ALIGNMENT_BYTES = 16  # of a parameter inside FSDP1's flat one
+_ALIGNMENT_BYTES = 16  # of a parameter in FSDP1's flat parameter
 
 
 def state_per_rank(
     model: nn.Module, plan: UnitPlan, config: StrategyConfig, ranks: int, kept: _Kept, pins: bool = False
 ) -> list[dict[str, int]]:
-    """What the ranks that share one copy of the model keep between steps, with the engine's padding, by rank.
+    """State per rank between steps, with the engine's padding, of the ranks that share one copy of the model.
 
-    ``model`` is cast and not sharded yet; ``kept`` gives the bytes that the optimizer keeps of a parameter and so many
-    of its elements. With a base in 4 bits also ``quantization_bytes``: its scales, whole on each. With ``pins``, as
-    offload does for a GPU, also ``rounding_bytes``: torch pins each parameter and gradient by itself (FSDP1: each flat
-    one), in a block of the next power of two (ATen/core/CachingHostAllocator.h, torch 2.11 to 2.15).
+    ``model`` is cast but not sharded yet; ``kept`` returns the optimizer bytes of a parameter for a number of its
+    elements. A 4-bit base adds ``quantization_bytes``: its scales, unsharded on each rank. With ``pins``, as in offload
+    from a GPU, also ``rounding_bytes``: torch pins each parameter and gradient (FSDP1: each flat parameter) separately,
+    in a block of the next power of two (ATen/core/CachingHostAllocator.h, torch 2.11 to 2.15).
     """
-    changes = [Counter[str]() for _ in range(ranks + 1)]  # at each rank, from the one before it
+    changes = [Counter[str]() for _ in range(ranks + 1)]  # differences between consecutive ranks
     row, packed = config.precision_config.row, packed_weights(model)
     seen: set[int] = set()
     for unit in plan.units:
@@ -138,7 +138,7 @@ def state_per_rank(
 
 
 def _add(changes: list[Counter[str]], first: int, last: int, **numbers: int) -> None:
-    """Add to what the ranks from ``first`` up to ``last`` hold."""
+    """Add to the state of the ranks from ``first`` up to ``last``."""
     changes[first].update(numbers)
     changes[last].subtract(numbers)
 
@@ -154,7 +154,7 @@ def _add_by_rows(
         size = chunk * per_row * param.element_size()
         stored = {"parameter_bytes": size, "gradient_bytes": size * param.requires_grad}
         _add(changes, 0, ranks, **stored, rounding_bytes=_rounding(size) * (1 + param.requires_grad))
-        whole, rest = divmod(rows, max(1, chunk))  # ranks with all rows of a chunk, then one with fewer, others none
+        whole, rest = divmod(rows, max(1, chunk))  # ranks with full chunks, one with fewer rows, the others empty
         for first, last, of_rank in ((0, whole, chunk), (whole, whole + 1, rest)):
             if local := of_rank * per_row:
                 state = kept(param, local) if param.requires_grad else 0
@@ -162,7 +162,7 @@ def _add_by_rows(
 
 
 def _rounding(num_bytes: int) -> int:
-    """What is left of the next power of two."""
+    """Bytes up to the next power of two."""
     return (1 << (num_bytes - 1).bit_length()) - num_bytes if num_bytes else 0
 
 
@@ -174,12 +174,12 @@ def _add_flat(changes: list[Counter[str]], params: Sequence[nn.Parameter], items
         starts.append(end)
         end += param.numel()
     part, size = -(-end // ranks), next((param.element_size() for param in params), 0)
-    is_trained = any(param.requires_grad for param in params)  # one gradient for the whole flat parameter
+    is_trained = any(param.requires_grad for param in params)  # one gradient for the flat parameter
     stored = {"parameter_bytes": part * size, "gradient_bytes": part * size * is_trained}
     _add(changes, 0, ranks, **stored, rounding_bytes=_rounding(part * size) * (1 + is_trained))
     for start, param in zip(starts, params, strict=True):
         stop, first = start + param.numel(), start // max(1, part)
-        last = stop // max(1, part)  # up to there ranks have whole parts, but the first
+        last = stop // max(1, part)  # ranks before it have full parts, except the first
         for one, other in ((first, first + 1), (first + 1, last), (max(first + 1, last), last + 1)):
             local = min(stop, (one + 1) * part) - max(start, one * part)
             if one < other and local > 0:

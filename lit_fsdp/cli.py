@@ -1,4 +1,4 @@
-"""LightningCLI for recipes: our sections, callbacks, run folder and checks around anybody's module and data module."""
+"""LightningCLI for recipes: our sections, callbacks, run folder and checks for any module and data module."""
 
 from __future__ import annotations
 
@@ -64,20 +64,20 @@ from lit_fsdp.signals import SIGNAL_FLAGS
 
 _STAGES = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "predict": ("predict",)}
 _REFUSALS = (MisconfigurationException, ModuleNotFoundError, ValueError, TypeError)
-"""What Lightning raises for a value that it does not take."""
+"""Exceptions that Lightning raises for invalid values."""
 
 
 class RecipeCLI(LightningCLI):
-    """LightningCLI with recipes, run folder, checkpoints, resume and signals; its arguments are LightningCLI's.
+    """LightningCLI with recipes, run folder, checkpoints, resume and signals; it has the arguments of LightningCLI.
 
     Without classes, ``model`` and ``data`` of a recipe may name any LightningModule and LightningDataModule by
-    ``class_path``, and are our own without one. ``RecipeCLI(MyModule, MyDataModule)`` in a script gives the same verbs
-    to classes of one's own. Subclasses may add arguments and callbacks in ``add_arguments_to_parser``, link them, and
+    ``class_path``; the defaults are our own. ``RecipeCLI(MyModule, MyDataModule)`` in a script provides the same verbs
+    for user-defined classes. Subclasses may add arguments and callbacks in ``add_arguments_to_parser``, link them, and
     define ``before_fit``, ``fit``, ``after_fit`` and so on.
 
     Raises:
-        ConfigError: A key or value that cannot work. When ``args`` is not given, the process ends instead: with 2 after
-            such an error, with 75 or 130 after a signal.
+        ConfigError: Invalid key or value. Without ``args``, the process exits instead: with 2 after such an error, with
+            75 or 130 after a signal.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class RecipeCLI(LightningCLI):
         self._is_foreign_model = not own_model
         setup_logging()
         strict: dict[str, Any] = {"allow_abbrev": False, "exit_on_error": False}
-        usage = "--config RECIPE.yaml [--key value ...] [options]"  # not three screens of keys
+        usage = "--config RECIPE.yaml [--key value ...] [options]"  # instead of three screens of keys
         for verb in self.subcommands() if kwargs.get("run", True) else ():
             strict[verb] = {"allow_abbrev": False, "exit_on_error": False, "usage": f"lit-fsdp {verb} {usage}"}
         kwargs["parser_kwargs"] = {"prog": "lit-fsdp", **strict} | (kwargs.get("parser_kwargs") or {})
@@ -111,7 +111,7 @@ class RecipeCLI(LightningCLI):
             sys.exit(code)
 
     def _allow_imports(self, *classes: Any) -> None:
-        """Let a recipe name classes of trusted and allowed packages, and of those that Python code has named."""
+        """Allow classes of trusted and allowed packages, and of the packages of classes given in Python."""
         named = [one.__module__.partition(".")[0] for one in (*classes, type(self)) if one is not None]
         self.shows_help = bool({"-h", "--help"} & set(self.line.words))
         reads_docs = self.shows_help or any(word.partition("=")[0].endswith(".help") for word in self.line.words)
@@ -126,7 +126,7 @@ class RecipeCLI(LightningCLI):
         use_loader(not self._is_foreign_model, lambda values: self.line.in_short(values, self._open, _arguments))
 
     def _named_class(self, name: str) -> Any:
-        """The class that the recipe names for ``model`` or ``data``, else ours."""
+        """The recipe's class for ``model`` or ``data``, by default ours."""
         path = self.line.foreign.get(name, OWN_CLASSES[name])
         if path.partition(".")[0] not in self.allowed:
             raise not_allowed(name, path)
@@ -138,21 +138,21 @@ class RecipeCLI(LightningCLI):
     # -- the parser
 
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
-        """Lightning's parser; what lightning 2.6 calls ``instantiate_classes`` ends with jsonargparse 5."""
+        """Lightning's parser; jsonargparse 5 removes ``instantiate_classes``, which lightning 2.6 calls."""
         parser: Any = super().init_parser(**kwargs)
         parser.instantiate_classes = parser.instantiate
         return parser
 
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
-        """The verb that runs, or all: each parser takes as long to build as the others."""
+        """The verb that runs, or all verbs; building each parser takes equally long."""
         every = super().subcommands()
         chosen = {self.verb: every[self.verb]} if self.verb else every
         own = {"ckpt_path", "weights_only", "verbose", "return_predictions"}
         return {verb: skipped | own for verb, skipped in chosen.items()}
 
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """The Trainer with our strategy and two keys of ours, the module, the data module."""
-        skip: set[str | int] = {"accumulate_grad_batches", "precision"}  # which may stand for keys of ours
+        """Add the Trainer with our strategy and two of our keys, the module and the data module."""
+        skip: set[str | int] = {"accumulate_grad_batches", "precision"}  # they may replace keys of ours
         parser.add_class_arguments(
             self.trainer_class, "trainer", fail_untyped=False, instantiate=False, sub_configs=True, skip=skip
         )
@@ -168,7 +168,7 @@ class RecipeCLI(LightningCLI):
         for name, base, in_mode, given in classes:
             is_open = in_mode or given is None
             self._open += [name] if is_open else []
-            if not is_open or self.shows_help:  # help is that of the class that is named, else of ours
+            if not is_open or self.shows_help:  # show the help of the named class, by default ours
                 parser.add_lightning_class_args(self._named_class(name) if is_open else base, name)
                 continue
             parser.add_subclass_arguments(base, name, required=False)
@@ -180,17 +180,17 @@ class RecipeCLI(LightningCLI):
     def _add_arguments(self, parser: LightningArgumentParser) -> None:
         for name, cls in SECTIONS.items():
             parser.add_class_arguments(cls, name)
-        text = "last, best (by checkpoint.monitor), or the path of a checkpoint: where it goes on, or what is evaluated"
+        text = "checkpoint to resume from or to evaluate: last, best (by checkpoint.monitor), or a path"
         parser.add_argument("--ckpt_path", type=str | None, default=None, help=text)
         if self.shows_help:  # read by read_command_line
-            text = "let the recipe name its classes; repeatable"
+            text = "allow classes of this package in the recipe; repeatable"
             parser.add_argument("--allow-imports", metavar="PACKAGE", help=text)
-            parser.add_argument("--verbose", action="store_true", help="list what a miniature replaces")
-            parser.add_argument("--debug", action="store_true", help="show the traceback of a refusal")
+            parser.add_argument("--verbose", action="store_true", help="list the replacements of a miniature")
+            parser.add_argument("--debug", action="store_true", help="show tracebacks of errors that a user can fix")
         super()._add_arguments(parser)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Parse files and flags, and fill in what follows from them; ``--print_config`` ends here."""
+        """Parse files and flags, and fill in derived values; ``--print_config`` exits here."""
         if isinstance(args, (dict, Namespace)):
             super().parse_arguments(parser, args)
         else:
@@ -213,7 +213,7 @@ class RecipeCLI(LightningCLI):
         return self.config[self.verb] if self.verb else self.config
 
     def _own_sections(self, parsed: Namespace) -> tuple[Namespace | None, Namespace | None, Namespace | None]:
-        """The arguments of module, data module and strategy, each None where it is somebody else's."""
+        """The arguments of module, data module and strategy, each None for a third-party class."""
         found: list[Namespace | None] = []
         for name, given, own in (
             ("model", self.model_class, CausalLMModule),
@@ -231,7 +231,7 @@ class RecipeCLI(LightningCLI):
     # -- what is built
 
     def instantiate_classes(self) -> None:
-        """Build everything; other loggers go on in the runs they had, without that becoming part of the recipe."""
+        """Build everything; other loggers resume their runs, which does not become part of the recipe."""
         if not self.verb:
             super().instantiate_classes()
             return
@@ -251,13 +251,13 @@ class RecipeCLI(LightningCLI):
         self.config = asked
         split, data = _STAGES[self.verb][0], self.datamodule
         if self._has_own_data() and not isinstance(self.model, CausalLMModule) and not data.config.has(split):
-            self.datamodule = None  # somebody else's module may bring its own loaders
+            self.datamodule = None  # a third-party module may have its own loaders
 
     def _has_own_data(self) -> bool:
         return isinstance(self.datamodule, CausalLMDataModule)
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """The Trainer with our callbacks and ``metrics.csv`` beside whatever the recipe adds."""
+        """Build the Trainer with our callbacks and ``metrics.csv``, plus those of the recipe."""
         given = self._get(self.config_init, "trainer")
         callbacks: list[Any] = [StopOnSignal(SIGNAL_FLAGS), RunRecord(), IsolationProof(), Throughput()]
         callbacks += [ExpertLoad(), PredictionWriter()]
@@ -271,17 +271,17 @@ class RecipeCLI(LightningCLI):
         folder, checkpoint = Path(given["default_root_dir"]), self._get(self.config_init, "checkpoint")
         if given.get("enable_checkpointing") is not False:
             is_ours, every = isinstance(given["strategy"], EngineStrategy), checkpoint.every_steps
-            lightnings = {"every_n_train_steps": every, "save_top_k": -1, "save_last": True}  # its strategy, its files
+            lightnings = {"every_n_train_steps": every, "save_top_k": -1, "save_last": True}  # Lightning's files
             callbacks.append(
                 Checkpoint(**vars(checkpoint)) if is_ours else ModelCheckpoint(folder / "checkpoints", **lightnings)
             )
         if given.get("logger") is not False:
             own = RunCSVLogger(folder, self.verb or "fit")
             callbacks.append(own)
-            kwargs["logger"] = [*_listed(given.get("logger")), own]  # module.logger is the one its author has named
+            kwargs["logger"] = [*_listed(given.get("logger")), own]  # module.logger is the user's
         if isinstance(self.model, CausalLMModule):
             for name, value in (("enable_model_summary", False), ("num_sanity_val_steps", 0)):
-                kwargs[name] = value if given.get(name) is None else given[name]  # the audit of FSDP units says more
+                kwargs[name] = value if given.get(name) is None else given[name]  # the audit of FSDP units has more
         if self._has_own_data():
             kwargs["use_distributed_sampler"] = False  # the data module orders samples itself
         kwargs["accumulate_grad_batches"] = given.get("accumulate_grad_batches") or 1
@@ -290,14 +290,14 @@ class RecipeCLI(LightningCLI):
         except ConfigError:
             raise
         except _REFUSALS as error:
-            is_there = "backend found" not in str(error)  # the whole of Lightning's sentence
+            is_there = "backend found" not in str(error)  # Lightning's message has no details
             wanted = f"{given.get('accelerator')}, which this machine does not have"
             require(is_there, "trainer.accelerator", wanted, "cpu | auto", "add --trainer.accelerator cpu")
             raise RefusedByLightning(error) from error
 
     @staticmethod
     def configure_optimizers(lightning_module: Any, optimizer: Any, lr_scheduler: Any = None) -> Any:
-        """Give the optimizer of ``--optimizer``, made before sharding, the parameters that are there now."""
+        """Update the optimizer of ``--optimizer``, built before sharding, with the current parameters."""
         optimizer.param_groups[0]["params"][:] = lightning_module.parameters()
         return LightningCLI.configure_optimizers(lightning_module, optimizer, lr_scheduler)
 
@@ -311,7 +311,7 @@ class RecipeCLI(LightningCLI):
             started, manifest = time.monotonic(), self.resume.manifest
             super()._run_subcommand(subcommand)
             seconds = time.monotonic() - started
-            if dist.is_initialized():  # its threads, met by an interpreter that shuts down, may abort the process
+            if dist.is_initialized():  # its threads may abort a process that shuts down
                 dist.destroy_process_group()
             if self.trainer.is_global_zero:
                 step = (manifest.global_step if manifest else 0) or 0
@@ -322,8 +322,8 @@ class RecipeCLI(LightningCLI):
         except StopRequested as stop:
             if self.trainer.is_global_zero:
                 print(stop, file=sys.stderr)
-            # Lightning's launcher takes any other exit code of a child for a failure and kills the rest; so does
-            # srun, which is told so by the first rank alone
+            # Lightning's launcher treats any other exit code of a child as a failure and kills the rest; so does
+            # srun, which gets the code from the first rank only
             self.exit_code = 0 if is_launched_by_lightning() or follows_first_task() else stop.exit_code
         except BaseException as error:
             self.end_children()
@@ -333,7 +333,7 @@ class RecipeCLI(LightningCLI):
             if isinstance(error, _REFUSALS) and not isinstance(error, ConfigError) and _is_lightnings(error):
                 raise RefusedByLightning(error) from error
             raise
-        finally:  # also of a run that was stopped or failed, once it has taken a step
+        finally:  # also for a stopped or failed run, after at least one step
             if subcommand == "fit" and self.trainer.is_global_zero and self.trainer.global_step:
                 print(report_of(folder), file=sys.stderr)
 
@@ -342,17 +342,17 @@ class RecipeCLI(LightningCLI):
         return super()._prepare_subcommand_kwargs(subcommand) | {"ckpt_path": self.resume.path, **options}
 
     def _find_resume(self) -> Resume:
-        """The checkpoint that ``ckpt_path`` stands for; a used run folder is refused without one."""
+        """Resolve ``ckpt_path`` to a checkpoint; without it, a used run folder is refused."""
         parsed = self._section()
         config = typed(CheckpointConfig, parsed.checkpoint, "checkpoint")
         strategy: Any = parsed.trainer.strategy
         if isinstance(strategy, str) or not strategy.class_path.startswith("lit_fsdp."):
-            return Resume(parsed.ckpt_path)  # Lightning knows its own files and words
+            return Resume(parsed.ckpt_path)  # Lightning resolves its own files and names
         run_folder = Path(parsed.trainer.default_root_dir)
         return find_resume(str(self.verb), parsed.ckpt_path, run_folder, config, parsed.resume.fallback)
 
     def _check_run(self) -> None:
-        """What needs the model or the number of ranks, which is known only now if ``devices`` is ``auto``."""
+        """Check rules that need the model or the number of ranks, known only now if ``devices`` is ``auto``."""
         trainer: Any = self.trainer
         strategy, parsed = trainer.strategy, self._section()
         model, data = self.model, self.datamodule
@@ -375,7 +375,7 @@ class RecipeCLI(LightningCLI):
         for rule in RULES:
             rule(run)
         if not ours["trainer.strategy"] and trainer.is_global_zero:
-            text = f"trainer.strategy: {type(strategy).__name__} is Lightning's own or somebody's"
+            text = f"trainer.strategy: {type(strategy).__name__} is not a strategy of lit_fsdp"
             print(f"{text}: no dtype contract, no verified checkpoints, no elastic resume", file=sys.stderr)
         if ours["data"] and self.verb == "fit":
             self.datamodule.fix_batches(run.data_ranks, parsed.trainer.accumulate_grad_batches)
@@ -407,9 +407,9 @@ class RecipeCLI(LightningCLI):
         if trainer.is_global_zero and verb == "fit":
             folder.mkdir(parents=True, exist_ok=True)
             RunLock(folder)  # until this process ends
-            if parsed.ckpt_path:  # a job that has just ended there may have saved, and removed, in the meantime
+            if parsed.ckpt_path:  # another job may have just saved or removed checkpoints
                 self.resume = self._find_resume()
-            # beside the one of before, until the checkpoint is loaded: a resume may yet be refused
+            # keep the old recipe until the checkpoint is loaded: a resume may still be refused
             path = folder / (PENDING_RECIPE if self.resume.path else "recipe.yaml")
             with naming(path):
                 path.write_bytes(self._recipe_of_run())
@@ -428,10 +428,10 @@ class RecipeCLI(LightningCLI):
         LAUNCHED_RANKS.release()
 
     def _recipe_of_run(self) -> bytes:
-        return self._recipe_text(ckpt_path=None).encode()  # not of a new run
+        return self._recipe_text(ckpt_path=None).encode()  # not for a new run
 
     def _recipe_text(self, **instead: Any) -> str:
-        """The resolved recipe, every default spelled out, short forms for our own classes, secrets as ``***``."""
+        """The resolved recipe with all defaults, short forms for our own classes, and secrets as ``***``."""
         return yaml.safe_dump(redact_values(self._values() | instead), sort_keys=False, allow_unicode=True)
 
     def _values(self) -> dict[str, Any]:
@@ -439,7 +439,7 @@ class RecipeCLI(LightningCLI):
         parsed = self._section().clone()
         parsed.pop("config", None)
         for name in ("accumulate_grad_batches", "precision"):
-            if parsed.trainer[name] is None:  # which Lightning itself would not read
+            if parsed.trainer[name] is None:  # Lightning itself would not accept them
                 parsed.trainer.pop(name)
         values = yaml.safe_load(parser.dump(parsed, skip_unset=False, skip_validation=True, format="yaml"))
         for name, path in OWN_CLASSES.items():
@@ -449,17 +449,17 @@ class RecipeCLI(LightningCLI):
         return dict(values)
 
     def end_children(self, grace_seconds: float = 5.0) -> None:
-        """Do not leave ranks waiting for one that failed: kill those that have not noticed it after a while."""
+        """Kill ranks that still wait for a failed rank after ``grace_seconds``."""
         trainer = getattr(self, "trainer", None)
         procs: list[Any] = getattr(trainer and trainer.strategy.launcher, "procs", [])
         if any(isinstance(process, subprocess.Popen) for process in procs):
             LAUNCHED_RANKS.children.extend(procs)
-            procs.clear()  # Lightning's observer of this list would kill this process as soon as one has ended
+            procs.clear()  # Lightning's observer of this list would kill this process once a child ends
         LAUNCHED_RANKS.end(grace_seconds)
 
 
 class _Reader(RecipeCLI):
-    """Parses, and neither seeds nor builds nor runs anything."""
+    """Only parses; does not seed, build or run anything."""
 
     def _run_subcommand(self, subcommand: str = "") -> None: ...
 
@@ -467,16 +467,16 @@ class _Reader(RecipeCLI):
 
 
 def resolved_recipe(argv: Sequence[str], verb: str) -> dict[str, Any]:
-    """A recipe as ``verb`` reads it, with every class looked up and nothing built; secrets are in it.
+    """Resolve a recipe for ``verb``, with all classes imported but nothing built; it includes secrets.
 
     Raises:
-        ConfigError: A key, class or value that only Lightning knows to be wrong.
+        ConfigError: A key, class or value that only Lightning can reject.
     """
     return _Reader(args=[verb, *argv], auto_configure_optimizers=False)._values()
 
 
 def _listed(value: Any) -> list[Any]:
-    """What a Trainer takes as one or several, as a list."""
+    """Convert a Trainer argument of one or several values to a list."""
     return list(value) if isinstance(value, (list, tuple)) else [] if value in (None, True) else [value]
 
 
@@ -486,14 +486,14 @@ def _imported(path: str) -> Any:
 
 
 def _arguments(path: str) -> list[str]:
-    """The names of what a class takes, also through the ``**kwargs`` that it hands on."""
+    """The argument names of a class, including those passed on through ``**kwargs``."""
     cls = _imported(path)
     added = jsonargparse.ArgumentParser().add_class_arguments(cls, "it", fail_untyped=False, sub_configs=True)
     return [key.split(".")[1] for key in added]
 
 
 def _is_lightnings(error: BaseException) -> bool:
-    """Whether Lightning itself raised it, and not what Lightning called."""
+    """Whether Lightning itself, not code called by it, raised the error."""
     frames = traceback.extract_tb(error.__traceback__)
     return isinstance(error, MisconfigurationException) or (
         bool(frames) and frames[-1].filename.startswith(str(Path(lightning.__file__).parent))

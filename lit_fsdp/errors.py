@@ -1,6 +1,6 @@
-"""Errors that say what was given, what is allowed and how to fix it.
+"""Errors with the given value, the allowed values and a fix.
 
-Everything a user can cause is one of these; the command line prints them without a traceback.
+All errors that a user can cause are of these types; the command line prints them without a traceback.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from typing import Any
 
 
 class ConfigError(ValueError):
-    """A recipe, flag or argument that cannot work, with the way out.
+    """An invalid recipe, flag or argument, with a fix.
 
     Args:
         field: Full path of the setting, as in the recipe (``trainer.strategy.init_args.sharding``).
-        given: The value found there.
-        allowed: What would be accepted, with live numbers where there are any.
-        fix: What to write instead, where ``allowed`` does not say it.
+        given: The given value.
+        allowed: The accepted values, with live numbers if there are any.
+        fix: What to write instead, unless ``allowed`` is enough.
     """
 
     def __init__(self, field: str, given: Any, allowed: str, fix: str = "") -> None:
@@ -28,7 +28,7 @@ class ConfigError(ValueError):
 
 
 class RefusedByLightning(ConfigError):
-    """What Lightning refuses while it sets up, in its own sentence."""
+    """An error of Lightning during setup, with its own message."""
 
     def __init__(self, error: BaseException) -> None:
         super().__init__("trainer", " ".join(str(error).split()), "what Lightning's Trainer accepts")
@@ -44,16 +44,16 @@ def require(ok: Any, field: str, given: Any, allowed: str, fix: str = "") -> Non
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be written, found or trusted; names the path and the file."""
+    """A checkpoint that cannot be written, found or verified; names the path and the file."""
 
 
 class DataError(ValueError):
-    """Rows that cannot be used; names the file and, where there is one, the line."""
+    """Rows that cannot be used; names the file and, if available, the line."""
 
 
 class ContractError(RuntimeError):
-    """The live run differs from what the recipe declares: a tensor has another dtype, a unit is not sharded."""
+    """The live run differs from the recipe: a tensor has another dtype, or a unit is not sharded."""
 
 
 class NonFiniteGradientError(RuntimeError):
-    """Gradients with inf or nan, under a policy that ends the run; the same on all ranks."""
+    """Gradients contain inf or nan, under a policy that ends the run; raised on all ranks."""

@@ -1,4 +1,4 @@
-"""How a process ends: its exit code, what it says of an error, and what it tells the job that it is part of."""
+"""The end of a process: its exit code, its error message, and the file for the job that it belongs to."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from lit_fsdp.redaction import guarded_streams
 
 
 def exit_code_of(act: Callable[[], int], debug: bool = False) -> int:
-    """Run ``act`` and return its exit code, which a job is told too; see :func:`lit_fsdp.__main__.main`.
+    """Run ``act``, return its exit code and write it for the job; see :func:`lit_fsdp.__main__.main`.
 
-    With ``debug`` the traceback of what a user can fix is shown too.
+    With ``debug``, errors that a user can fix also show a traceback.
     """
-    code = 1  # of an exception that nobody catches
+    code = 1  # of an uncaught exception
     try:
         with guarded_streams():
             code = _exit_code_of(act, debug)
@@ -38,13 +38,13 @@ def _exit_code_of(act: Callable[[], int], debug: bool) -> int:
     try:
         with first_one_speaks():
             code = act()
-        print(end="", flush=True)  # what cannot be written is an error here, not at the interpreter's end
+        print(end="", flush=True)  # raise write errors here, not at interpreter exit
         return code
     except ConfigError as error:
         if debug:
             traceback.print_exc()
         if isinstance(error, RefusedByLightning) and is_launched_by_lightning():
-            return 2  # the first process says it
+            return 2  # the first process prints it
         return _say(str(error), 2)
     except (CheckpointError, ContractError, DataError, NonFiniteGradientError) as error:
         lost = _lost(error)
@@ -52,7 +52,7 @@ def _exit_code_of(act: Callable[[], int], debug: bool) -> int:
         return _say("\n".join([str(error), *lost]), EXIT_LOST if is_lost else 1)
     except KeyboardInterrupt:
         return _say("interrupted", 130) if is_first_process() else 130
-    except BrokenPipeError:  # who reads has enough
+    except BrokenPipeError:  # the reader has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:
@@ -61,14 +61,14 @@ def _exit_code_of(act: Callable[[], int], debug: bool) -> int:
 
 
 def _lost(error: BaseException) -> list[str]:
-    """Return the strategy's notes on ranks that this one lost, if that is why it failed."""
+    """Return the strategy's notes about lost ranks, if they caused the failure."""
     return [note for note in getattr(error, "__notes__", ()) if " lost contact: " in note]
 
 
 def _say(text: str, code: int) -> int:
-    # rows and file names that an error quotes may hold escapes, which must not reach the terminal
+    # quoted rows and file names may contain escape sequences, which must not reach the terminal
     text = "".join(c if c == "\n" or c.isprintable() else c.encode("unicode_escape").decode() for c in text)
     rank = global_rank()
-    with contextlib.suppress(OSError):  # where nothing can be said the exit code still counts
+    with contextlib.suppress(OSError):  # without output the exit code still counts
         print(f"[rank {rank}] error: {text}" if rank else f"error: {text}", file=sys.stderr, flush=True)
     return code

@@ -1,4 +1,4 @@
-"""This process among others: its rank, its job, where caches are, and a folder that is made once by one of them."""
+"""This process and its host: rank, job, caches, and folders that one process creates for all."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from lit_fsdp.errors import CheckpointError
 
 GIB = 2**30
 EXIT_DIR = "LIT_FSDP_EXIT_DIR"
-"""Names the folder in which the ranks of a job leave their exit codes; set by its batch script."""
+"""Environment variable with the folder for the exit codes of a job's ranks; set by the batch script."""
 EXIT_LOST = 76
-"""Of a rank that lost the others; the batch script of a job may start it again."""
+"""Exit code of a rank that lost the others; the batch script of a job may restart it."""
 GO = "LIT_FSDP_GO"
-"""Holds the file descriptor at which a rank that the first one started waits for it."""
+"""Environment variable with the file descriptor on which a rank waits for the first rank, which started it."""
 FIRST = "LIT_FSDP_FIRST"
-"""Holds the process id of the rank that starts the others of its machine."""
+"""Environment variable with the process ID of the rank that starts the others on its machine."""
 _log = logging.getLogger(__name__)
 _PORTS = range(10000, 20000)
-"""Below those of outgoing connections, which may take a port before rank 0 listens, and those of SLURM jobs."""
+"""Below the ports of outgoing connections, which may use a port before rank 0 listens, and those of SLURM jobs."""
 _RESERVED: deque[socket.socket] = deque()
 _ISA_WITHOUT_BF16 = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI")
 
 
 def json_bytes(content: object) -> bytes:
-    """JSON as transformers lays it out."""
+    """JSON in the layout of transformers."""
     return json.dumps(content, indent=2, sort_keys=True).encode() + b"\n"
 
 
@@ -54,7 +54,7 @@ def size_words(num_bytes: float) -> str:
 
 
 def global_rank() -> int:
-    """Rank of this process among those that torchrun, srun or Lightning started; 0 if it is alone."""
+    """Global rank of this process under torchrun, srun or Lightning; 0 if it is alone."""
     if "RANK" in os.environ:
         return int(os.environ["RANK"])
     # ranks that Lightning starts inside a batch script all inherit SLURM_PROCID=0
@@ -62,7 +62,7 @@ def global_rank() -> int:
 
 
 def is_first_process() -> bool:
-    """Whether this process is the one of all ranks that speaks."""
+    """Whether this process is the first rank, which prints and logs."""
     return global_rank() == 0 and os.environ.get("NODE_RANK", "0") == "0"
 
 
@@ -73,13 +73,13 @@ def say_once(text: str) -> None:
 
 
 def is_launched_by_lightning() -> bool:
-    """Whether Lightning started this process as a further rank, rather than a user, torchrun or srun."""
+    """Whether Lightning, not a user, torchrun or srun, started this process as a further rank."""
     is_other = "TORCHELASTIC_RUN_ID" in os.environ or os.environ.get("SLURM_PROCID", "0") != "0"
     return os.environ.get("LOCAL_RANK", "0") != "0" and not is_other
 
 
 def follows_first_task() -> bool:
-    """Whether srun started this process and it is not the one whose exit code counts."""
+    """Whether srun started this process and its exit code does not count."""
     return os.environ.get("SLURM_PROCID", "0") != "0"
 
 
@@ -89,9 +89,9 @@ def is_requeued() -> bool:
 
 
 def tell_job(name: str, text: str = "") -> None:
-    """Leave a small file for the batch script of this job, whole or not at all; nothing outside of one."""
+    """Write a small file atomically for the batch script of this job; do nothing outside of a job."""
     if folder := os.environ.get(EXIT_DIR):
-        with suppress(OSError):  # then srun's exit code alone decides
+        with suppress(OSError):  # then only srun's exit code counts
             partial = Path(folder, f".{name}.{global_rank()}")
             partial.write_text(f"{text}\n", encoding="ascii")
             partial.replace(Path(folder, name))
@@ -99,7 +99,7 @@ def tell_job(name: str, text: str = "") -> None:
 
 @contextmanager
 def first_one_speaks() -> Iterator[None]:
-    """Let only the first rank report an error that all ranks meet alike."""
+    """Let only the first rank report an error that occurs on all ranks."""
     try:
         yield
     except BaseException:
@@ -108,26 +108,26 @@ def first_one_speaks() -> Iterator[None]:
 
 
 def wait_for_first() -> None:
-    """Wait, in a rank that the first one started, until that one is ready to meet; end with it if it fails before."""
+    """Wait until the first rank, which started this one, is ready for the rendezvous; end if it fails before."""
     waiting = os.environ.pop(GO, None)
     if waiting is None:
         return
     if not os.read(int(waiting), 1):
-        os._exit(1)  # the first one says why
+        os._exit(1)  # the first rank reports the reason
     os.close(int(waiting))
 
 
 def wait_until_orphaned(parent: int, pause: Callable[[], object]) -> None:
-    """Return once ``parent`` is this process's parent no more, as it has ended, or ``pause`` between looks is true."""
+    """Return once ``parent`` has ended, or once ``pause``, called between checks, returns true."""
     while os.getppid() == parent and not pause():
         pass
 
 
 def end_with_first(is_running: Callable[[], bool]) -> None:
-    """Let a thread end this rank with ``EXIT_LOST`` if the one that started it ends while it ``is_running``.
+    """Start a thread that ends this rank with ``EXIT_LOST`` if the rank that started it ends while ``is_running``.
 
-    Waiting for it in NCCL it would notice nothing before the timeout of a collective. Where an agent starts all ranks
-    (torchrun, srun, a shell), that one's end says nothing of rank 0, and nothing is done.
+    A rank waiting in NCCL would notice only at the timeout of the collective. If an agent (torchrun, srun, a shell)
+    starts all ranks, its end says nothing about rank 0, and no thread is started.
     """
     parent = os.getppid()
     if os.environ.get(FIRST) != str(parent) or not is_launched_by_lightning():
@@ -135,7 +135,7 @@ def end_with_first(is_running: Callable[[], bool]) -> None:
 
     def watch() -> None:
         wait_until_orphaned(parent, lambda: time.sleep(1.0))
-        while not is_running():  # it has ended in peace, perhaps
+        while not is_running():  # it may have ended normally
             time.sleep(1.0)
         text = f"[rank {global_rank()}] error: lost contact: the rank that started this one has ended; see its own log"
         with suppress(OSError):
@@ -151,7 +151,7 @@ def free_port() -> int:
 
     Only sockets that reuse addresses, as those of ``torch.distributed`` do, can listen on it in the meantime.
     """
-    for port in random.SystemRandom().choices(_PORTS, k=200):  # processes of one seed must not choose alike
+    for port in random.SystemRandom().choices(_PORTS, k=200):  # equal seeds must not give the same port
         reserved = socket.socket()
         try:
             reserved.bind(("", port))
@@ -172,12 +172,12 @@ def cache_root() -> Path:
 
 
 def cpu_has_bf16() -> bool:
-    """Whether this CPU multiplies in bf16 (AVX512-BF16, AMX or Arm BF16) and ``ONEDNN_MAX_CPU_ISA`` lets it."""
+    """Whether this CPU multiplies in bf16 (AVX512-BF16, AMX or Arm BF16) and ``ONEDNN_MAX_CPU_ISA`` allows it."""
     if os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper() in _ISA_WITHOUT_BF16:
         return False
     cpuinfo = Path("/proc/cpuinfo")
     flags = set(cpuinfo.read_text(encoding="utf-8").split()) if cpuinfo.is_file() else set()
-    return not flags.isdisjoint(("avx512_bf16", "amx_bf16", "bf16"))  # the last is Arm's
+    return not flags.isdisjoint(("avx512_bf16", "amx_bf16", "bf16"))  # bf16 is the flag of Arm
 
 
 def num_cores() -> int:
@@ -186,22 +186,22 @@ def num_cores() -> int:
 
 
 def threads_of_rank(ranks_here: int, steps_on_host: bool) -> int | None:
-    """Threads in which one of ``ranks_here`` ranks of this node computes: its share of the cores; None: as it is.
+    """Compute threads of one of ``ranks_here`` ranks on this node: its share of the cores; None: leave unchanged.
 
-    ``OMP_NUM_THREADS`` holds, but for the 1 that torchrun sets by itself if the optimizer steps on the host. By
-    ``--cpus-per-task`` srun has given a task cores of its own already.
+    ``OMP_NUM_THREADS`` takes precedence, except for torchrun's default of 1 if the optimizer steps on the host. With
+    ``--cpus-per-task`` srun has already assigned cores to each task.
     """
     has_agent, given = "TORCHELASTIC_RUN_ID" in os.environ, os.environ.get("OMP_NUM_THREADS")
     if ranks_here == 1 or (given and not (given == "1" and has_agent and steps_on_host)):
         return None
     own = os.environ.get("SLURM_CPUS_PER_TASK")
-    if own and not has_agent and os.environ.get("SLURM_NTASKS", "1") != "1":  # else the task starts ranks itself
+    if own and not has_agent and os.environ.get("SLURM_NTASKS", "1") != "1":  # else the task itself starts the ranks
         return min(num_cores(), int(own))
     return max(1, num_cores() // ranks_here)
 
 
 def return_freed_memory() -> None:
-    """Give memory that has been freed back to the system now, where the C library can (glibc); else do nothing."""
+    """Return freed memory to the system, if the C library supports it (glibc)."""
     # glibc keeps freed blocks of up to 32 MiB for later: loading a 135M model under FSDP1 left 210 MB too much
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
@@ -209,13 +209,13 @@ def return_freed_memory() -> None:
 
 
 def make_once(folder: Path, make: Callable[[Path], None], what: str) -> Path:
-    """Make ``folder`` by ``make`` in a temporary folder and rename it when complete, unless it is there already.
+    """Create ``folder`` with ``make`` in a temporary folder and rename it when complete, unless it exists.
 
-    Of several processes (also on several nodes with one file system) one makes it and the others wait; when that one
-    is killed, the next takes over. Where locks hold on one machine only, each makes its own and the first one stays.
-    The folder's name must identify the content, as an existing one is used as it is; the log names ``what``.
+    One of several processes (also on several nodes with a shared file system) creates it and the others wait; if it is
+    killed, the next takes over. If locks work per machine only, each machine creates one and the first is kept. The
+    folder's name must identify the content, because an existing folder is reused; the log names ``what``.
     """
-    from filelock import FileLock, Timeout  # a third of the time that --help takes
+    from filelock import FileLock, Timeout  # takes a third of the time of --help
 
     if folder.is_dir():
         return folder
@@ -238,15 +238,15 @@ def make_once(folder: Path, make: Callable[[Path], None], what: str) -> Path:
 
 
 def _make(folder: Path, make: Callable[[Path], None], what: str) -> None:
-    _log.info("%s: once, into %s", what, folder)
-    # one per machine: what is there was left by a killed process, as this one holds the lock
+    _log.info("%s: creating %s", what, folder)
+    # one per machine: this process holds the lock, so existing content was left by a killed process
     partial = folder.parent / f".{folder.name}.{platform.node()}.partial"
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
     try:
         make(partial)
         for path in [*partial.rglob("*"), partial]:
-            path.chmod(0o755 if path.is_dir() else 0o644)  # safetensors writes for its owner alone
+            path.chmod(0o755 if path.is_dir() else 0o644)  # safetensors makes files readable only by their owner
             sync(path)
         try:
             partial.rename(folder)
@@ -259,7 +259,7 @@ def _make(folder: Path, make: Callable[[Path], None], what: str) -> None:
 
 
 def sync(path: Path) -> None:
-    """Make a file's content, or the names in a folder, durable."""
+    """Flush a file's content, or the entries of a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

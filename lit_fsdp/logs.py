@@ -1,4 +1,4 @@
-"""What a command says on standard error."""
+"""Logging of commands on standard error."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lit_fsdp.host import is_first_process
 
 
 def setup_logging() -> None:
-    """Show our own log lines on standard error, from the first process; warnings from all; less of Lightning's."""
+    """Log our messages to standard error from the first process, warnings from all, and only warnings of Lightning."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(message)s"))
     own = logging.getLogger("lit_fsdp")
@@ -18,16 +18,16 @@ def setup_logging() -> None:
     own.setLevel(logging.INFO if is_first_process() else logging.WARNING)
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    # on every login node; several tasks without srun are an error of ours
+    # it appears on every login node; several tasks without srun are already an error here
     warnings.filterwarnings("ignore", message="The `srun` command is available on your system but is not used")
-    # torch >= 2.12 deprecates a check that lightning 2.6 makes: delete when the minimum of lightning no longer does
+    # torch >= 2.12 deprecates a check of lightning 2.6: delete when the minimum lightning no longer uses it
     warnings.filterwarnings("ignore", message=".*LeafSpec.*is deprecated.*")
 
 
 def quiet_imports() -> None:
-    """Leave out what torchao, which transformers imports wherever it is installed, says about itself on a CPU."""
-    # its kernels for GPUs cannot be loaded by a CPU build of torch, and torch >= 2.13 takes its enums unregistered:
-    # delete when importing torchao >= 0.19 says neither
+    """Suppress messages of torchao on a CPU; transformers imports it whenever it is installed."""
+    # a CPU build of torch cannot load its GPU kernels, and torch >= 2.13 warns about its unregistered enums:
+    # delete when importing torchao >= 0.19 logs neither
     logging.getLogger("torchao").addFilter(lambda record: not _is_about_a_gpu(record.getMessage()))
     logging.getLogger("torch.utils._pytree").addFilter(lambda record: "is an Enum subclass" not in record.getMessage())
 

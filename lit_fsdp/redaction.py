@@ -1,8 +1,8 @@
-"""What must not be written down: secrets of the environment and of the recipe become ``***`` in all we write.
+"""Redaction: secrets of the environment and of the recipe become ``***`` in all output.
 
-Names decide: ``HF_TOKEN`` and ``WANDB_API_KEY`` in the environment, ``api_key`` and ``password`` in a recipe, and
-the user part of a URL. A value shorter than six characters is hidden where its name stands beside it, but not searched
-for in running text, which it would make unreadable.
+Secrets are detected by name: ``HF_TOKEN`` and ``WANDB_API_KEY`` in the environment, ``api_key`` and ``password`` in a
+recipe, and the user part of a URL. A value shorter than six characters is hidden next to its name, but not in running
+text, which it would make unreadable.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _remembered: set[str] = set()
 
 
 def remember(values: Any, name: str = "") -> None:
-    """Hide from now on, in every text of this process, what a recipe says under keys that name secrets."""
+    """Hide the values of a recipe's secret keys from now on, in all output of this process."""
 
     def note(path: str, key: str, value: Any) -> None:
         if _hides(key, value):
@@ -41,9 +41,9 @@ def remember(values: Any, name: str = "") -> None:
 
 
 def redact(text: str) -> str:
-    """``text`` with every known secret, and every password in a URL, as ``***``."""
+    """Replace every known secret, and every password in a URL, by ``***``."""
     known = {value for name, value in os.environ.items() if _VARIABLE.search(name)} | _remembered
-    parts = {part.strip() for value in known for part in (value, *value.splitlines())}  # a private key has lines
+    parts = {part.strip() for value in known for part in (value, *value.splitlines())}  # private keys span lines
     parts = {part for part in parts if len(part) >= _MIN_CHARS and HIDDEN not in part}
     forms = {form for part in parts for form in (part, json.dumps(part)[1:-1], repr(part)[1:-1], quote(part, safe=""))}
     for form in sorted(forms, key=len, reverse=True):
@@ -52,7 +52,7 @@ def redact(text: str) -> str:
 
 
 def redact_values(values: Any) -> Any:
-    """A copy of a recipe or of JSON data with ``***`` in place of secrets; keys and numbers elsewhere stay."""
+    """Copy a recipe or JSON data with secrets replaced by ``***``; other keys and numbers are unchanged."""
 
     def shown(path: str, key: str, value: Any) -> Any:
         if _hides(key, value):
@@ -63,21 +63,21 @@ def redact_values(values: Any) -> Any:
 
 
 def hidden_keys(values: Any) -> list[str]:
-    """Paths of the values in which a secret was replaced when they were written."""
+    """Paths of the values that contain a redacted secret."""
     found: list[str] = []
     _mapped(values, lambda path, _, value: found.append(path) if isinstance(value, str) and HIDDEN in value else None)
     return found
 
 
 def _hides(key: str, value: Any) -> bool:
-    """Whether ``value`` is a secret under ``key``; a number of tokens is none, nor are ``<eos>`` and ``[PAD]``."""
+    """Whether ``value`` under ``key`` is a secret; numbers of tokens, ``<eos>`` and ``[PAD]`` are not."""
     if not _NAME.search(key) or isinstance(value, bool) or not isinstance(value, (str, int, float)) or value == "":
         return False
     return not (key.lower().endswith("token") and (not isinstance(value, str) or value[0] in "<["))
 
 
 def _mapped(values: Any, act: Callable[[str, str, Any], Any], path: str = "", name: str = "") -> Any:
-    """Nested data with ``act`` of the path, the key (or the one above, if that names a secret) and each value."""
+    """Apply ``act`` to the path, key (or parent key, if that names a secret) and value of all nested values."""
     if isinstance(values, Mapping):
         name_of = {key: name if _NAME.search(name) else str(key) for key in values}
         return {k: _mapped(v, act, f"{path}.{k}" if path else str(k), name_of[k]) for k, v in values.items()}
@@ -89,9 +89,9 @@ def _mapped(values: Any, act: Callable[[str, str, Any], Any], path: str = "", na
 
 @contextlib.contextmanager
 def guarded_streams() -> Iterator[None]:
-    """Keep secrets out of standard output and standard error, whoever writes there from Python."""
+    """Redact secrets in everything that Python writes to standard output and standard error."""
     before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = (stream and _Redacting(stream) for stream in before)  # closed ones are None
+    sys.stdout, sys.stderr = (stream and _Redacting(stream) for stream in before)  # closed streams are None
     try:
         yield
     finally:
@@ -99,7 +99,7 @@ def guarded_streams() -> Iterator[None]:
 
 
 class _Redacting:
-    """A text stream that writes to another one what :func:`redact` leaves."""
+    """A text stream that writes redacted text to another stream."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream

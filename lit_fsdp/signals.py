@@ -1,7 +1,7 @@
-"""What SIGINT, SIGTERM and SIGUSR1 do to a command, from the moment its recipe has been checked until the process ends.
+"""Effect of SIGINT, SIGTERM and SIGUSR1 on a command, from the check of its recipe until the process ends.
 
-A handler only takes note. Nothing is saved inside one: ranks would be interrupted at different places and wait for
-each other for good (https://github.com/Lightning-AI/pytorch-lightning/issues/21406).
+A handler only records the signal and does not save: ranks would be interrupted at different points and wait for each
+other forever (https://github.com/Lightning-AI/pytorch-lightning/issues/21406).
 
 ===================================  ============================  =========================================
 phase of ``fit``                     SIGTERM, SIGUSR1              SIGINT (Ctrl-C)
@@ -10,17 +10,17 @@ before any other rank may wait       ends at once, 75              ends at once,
 until the first batch                all ranks agree before it,    ends at once, 130
                                      nothing is saved, 75
 training                             all ranks agree after the     the same, 130; a third one ends at once
-                                     global batch at hand, one
+                                     current global batch, one
                                      checkpoint, 75
-a validation, a save                 is finished, and so is the    the same, 130; a third one ends at once
-                                     global batch after it
+a validation, a save                 finishes, and so does the     the same, 130; a third one ends at once
+                                     next global batch
 after training, while it exits       nothing, 0                    nothing, 0; a third one ends at once
 ===================================  ============================  =========================================
 
-The other verbs have nothing to save and end at once with the same codes. Signals that reach one rank alone do the
-same, except that Ctrl-C on a rank that Lightning started waits for the vote before the first batch: its parent would
-take a rank that is gone for a failure. While the recipe is read, Python's defaults hold. SIGUSR2 stops nothing: the
-process writes the Python stack of each of its threads to standard error.
+The other verbs have nothing to save and end at once with the same codes. Signals to a single rank have the same effect,
+except that Ctrl-C on a rank started by Lightning waits for the vote before the first batch: its parent would treat the
+ended rank as a failure. While the recipe is read, Python's defaults apply. SIGUSR2 does not stop the process, which
+writes the Python stack of each thread to standard error.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 class SignalFlags:
-    """Remembers signals from :meth:`install` until the process ends.
+    """Records signals from :meth:`install` until the process ends.
 
-    A thread listens, because Python's handlers wait for a call into C++ to return, and a rank may be waiting for its
-    peers there. ``can_save``: the command trains.
+    A thread listens, because Python's handlers run only after a call into C++ returns, and a rank may be waiting for
+    its peers there. ``can_save``: the command trains.
     """
 
     def __init__(self, can_save: bool = True) -> None:
@@ -66,26 +66,26 @@ class SignalFlags:
         threading.Thread(target=self._listen, args=(reader,), name="signals", daemon=True).start()
         for number in STOPPING:
             signal.signal(number, lambda number, frame: None)
-            atexit.register(signal.signal, number, signal.SIG_IGN)  # the interpreter sets its own back, but not this
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)  # a rank is started with them blocked
+            atexit.register(signal.signal, number, signal.SIG_IGN)  # the interpreter resets its own, but not this
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)  # ranks start with them blocked
         if sys.__stderr__ is not None:
             faulthandler.register(signal.SIGUSR2, file=sys.__stderr__, all_threads=True)
 
     def _listen(self, reader: int) -> None:
         while True:
             for number in os.read(reader, 16):
-                if number in STOPPING:  # an engine may have handlers of its own for others
+                if number in STOPPING:  # an engine may handle other signals
                     self.receive(signal.Signals(number))
 
     def receive(self, number: signal.Signals) -> None:
-        """Take note of a signal, or end the process where the table above says so."""
+        """Record a signal, or end the process according to the table above."""
         if number == signal.SIGINT:
             waits = self.training or (self.can_save and is_launched_by_lightning())
             if self._is_warned or not waits:
                 self._end("interrupted", EXIT_INTERRUPTED)
             if self.interrupted:
                 self._is_warned = True
-                _say("Ctrl-C: the step is being finished and saved; once more ends at once, without saving")
+                _say("Ctrl-C: finishing and saving the current step; press again to stop at once, without saving")
             self.interrupted = True
         elif self.can_save and (self.training or self.has_peers):
             self.terminated = True
@@ -100,7 +100,7 @@ class SignalFlags:
 
 
 SIGNAL_FLAGS = SignalFlags(can_save=False)
-"""Those of this process."""
+"""The flags of this process."""
 
 
 def _say(text: str) -> None:

@@ -1,1 +1,1 @@
-"""What happens around the steps: checkpoints, signals, the audit, throughput, the progress bar, predictions."""
+"""Callbacks: checkpoints, signals, the audit, throughput, the progress bar, predictions."""

@@ -1,4 +1,4 @@
-"""An exponential moving average of the trained weights, of which each rank holds that of its shards."""
+"""An exponential moving average of the trained weights; each rank stores the averages of its shards."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _log = logging.getLogger(__name__)
 
 
 class _Averages(torch.optim.Optimizer):
-    """Averages as the state of an optimizer: what torch saves, loads and reshards under every engine."""
+    """Averages as optimizer state, which torch saves, loads and reshards with every engine."""
 
     def __init__(self, params: list[torch.nn.Parameter]) -> None:
         super().__init__(params, {})
         for param in params:
-            if param.numel():  # FSDP1 expects no state of what lies on other ranks
+            if param.numel():  # FSDP1 expects no state of parameters on other ranks
                 self.state[param]["average"] = param.detach().clone().float()
 
     def pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -31,7 +31,7 @@ class _Averages(torch.optim.Optimizer):
         return [(local_part(param.detach()), local_part(entry["average"])) for param, entry in self.state.items()]
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Copy; torch would cast to the dtype of the parameters."""
+        """Copy in place; torch would cast to the dtype of the parameters."""
         (saved,), (here,) = state_dict["param_groups"], self.param_groups
         for key, param in zip(saved["params"], here["params"], strict=True):
             if param in self.state:
@@ -39,21 +39,21 @@ class _Averages(torch.optim.Optimizer):
 
 
 class EMAWeights(Callback):
-    """Keeps an exponential moving average of the trained weights, in fp32, of its shards on each rank.
+    """Keeps an exponential moving average of the trained weights, in fp32, sharded over the ranks.
 
-    The first update takes the weights as they are; each later one is ``average = decay * average + (1 - decay) *
-    weights``, as :func:`torch.optim.swa_utils.get_ema_avg_fn` does it. The model keeps the live weights, after training
-    too; checkpoints hold the averages beside them, which ``lit-fsdp export --ema`` writes, and a resume goes on with
-    both. Buffers and frozen weights are not averaged.
+    The first update copies the weights; each later one computes ``average = decay * average + (1 - decay) * weights``,
+    like :func:`torch.optim.swa_utils.get_ema_avg_fn`. The model keeps the live weights, also after training;
+    checkpoints contain the averages too, which ``lit-fsdp export --ema`` writes, and a resume restores both. Buffers
+    and frozen weights are not averaged.
 
     Args:
-        decay: Share of the average that an update keeps, from 0 to below 1.
-        every_steps: Optimizer steps from one update to the next.
+        decay: Weight of the old average in an update, from 0 to below 1.
+        every_steps: Optimizer steps between updates.
         start_step: Optimizer steps before the first update; 0: ``every_steps``.
-        validate: Whether the validations of ``fit`` have the averages, once there are any.
+        validate: Whether the validations of ``fit`` use the averages after the first update.
 
     Raises:
-        ConfigError: A value out of range, averages that would never begin, or a strategy that is not of
+        ConfigError: A value is out of range, averaging would never start, or the strategy is not from
             ``fsdp_strategy``.
     """
 
@@ -65,11 +65,11 @@ class EMAWeights(Callback):
         self.num_updates = 0
         self._trainer: Any = None
         self._averages: _Averages | None = None
-        self._live: list[tuple[torch.Tensor, torch.Tensor]] = []  # of a validation that has the averages
+        self._live: list[tuple[torch.Tensor, torch.Tensor]] = []  # during a validation with the averages
         self._seen_step = 0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse what would never average anything."""
+        """Refuse settings under which averaging never starts."""
         if stage == "fit":
             strategy, last, first = trainer.strategy, trainer.max_steps, self.start_step or self.every_steps
             allowed = "a strategy of lit_fsdp.fsdp_strategy()"
@@ -78,12 +78,12 @@ class EMAWeights(Callback):
             require(last < 0 or first <= last, "EMAWeights.start_step", given, allowed)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Make room for the averages, before a checkpoint is restored."""
+        """Allocate the averages before a checkpoint is restored."""
         self._trainer, self._averages = trainer, _Averages([p for p in pl_module.parameters() if p.requires_grad])
         self.num_updates, self._seen_step = 0, trainer.global_step
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Count from the step at which this run starts."""
+        """Count from the first step of this run."""
         self._seen_step = trainer.global_step
 
     @torch.no_grad()
@@ -92,11 +92,11 @@ class EMAWeights(Callback):
         assert self._averages is not None
         step, seen, self._seen_step = trainer.global_step, self._seen_step, trainer.global_step
         begin, every = self.start_step, self.every_steps
-        if step < begin or (step - begin) // every <= (seen - begin) // every:  # may count several optimizers' steps
+        if step < begin or (step - begin) // every <= (seen - begin) // every:  # it may count several optimizers
             return
         for name, param in pl_module.named_parameters():
             known = not param.requires_grad or not param.numel() or param in self._averages.state
-            given, allowed = f"{name}, which is trained since a later step", "what is trained from the first step on"
+            given, allowed = f"{name}, which became trainable after the start", "weights trained from the first step"
             require(known, "EMAWeights", given, allowed)
         trainer.strategy.reshard()  # type: ignore[attr-defined]
         for live, average in self._averages.pairs():
@@ -104,12 +104,12 @@ class EMAWeights(Callback):
         self.num_updates += 1
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Say that there are no averages."""
+        """Warn if there are no averages."""
         if not self.num_updates:
-            _log.warning("EMAWeights: training has ended before the first averages (start_step %d)", self.start_step)
+            _log.warning("EMAWeights: training ended before the first averages (start_step %d)", self.start_step)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Put the averages in place of the weights."""
+        """Swap in the averages."""
         if self.validate and self.num_updates and trainer.state.fn == "fit":
             assert self._averages is not None
             trainer.strategy.reshard()  # type: ignore[attr-defined]
@@ -118,7 +118,7 @@ class EMAWeights(Callback):
                 live.copy_(average)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Put the weights back."""
+        """Restore the weights."""
         if self._live:
             trainer.strategy.reshard()  # type: ignore[attr-defined]
         for weight, live in self._live:
@@ -126,15 +126,15 @@ class EMAWeights(Callback):
         self._live = []
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Put the weights back before anything is saved."""
+        """Restore the weights before anything is saved."""
         self.on_validation_end(trainer, pl_module)
 
     def state_dict(self) -> dict[str, Any]:
-        """The averages by name, as DTensors, with the last step in them."""
+        """The averages by name as DTensors, including the last step."""
         if self._averages is None:
             return {}
         if self._live:
-            raise CheckpointError("a validation has the averages in place of the weights: save when it has ended")
+            raise CheckpointError("a validation is using the averages instead of the weights: save after it has ended")
         strategy, weights = self._trainer.strategy, {}
         if self._trainer.global_step > self._seen_step:  # a callback before this one saves, as on a signal
             self.on_train_batch_end(self._trainer, self._trainer.lightning_module)
@@ -147,7 +147,7 @@ class EMAWeights(Callback):
         return {"num_updates": self.num_updates, "weights": weights}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on with saved averages."""
+        """Restore saved averages."""
         self.num_updates, saved = state_dict["num_updates"], state_dict["weights"]
         if not saved:
             return

@@ -1,4 +1,4 @@
-"""When a checkpoint is written and which ones stay; how it is written is the strategy's business."""
+"""When checkpoints are written and which are kept; the strategy writes them."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ _ACCUMULATION = "lit_fsdp.accumulate_grad_batches"
 class Checkpoint(ModelCheckpoint):
     """Writes ``<run folder>/checkpoints/step-00000050/`` at optimizer-step boundaries and keeps some.
 
-    Saved is every ``every_steps`` optimizer steps, at the end of training, and after a validation that was better than
-    all before; which ones stay says :func:`lit_fsdp.checkpoint.run_folder.to_remove`. The run folder is the Trainer's
-    ``default_root_dir``; no other job can train in it meanwhile. With ``async_save`` a checkpoint is written while
-    training goes on; that this has failed is an error on every rank at the next save or at the end.
+    It saves every ``every_steps`` optimizer steps, at the end of training, and after each validation that is the best
+    so far; :func:`lit_fsdp.checkpoint.run_folder.to_remove` selects what to remove. The run folder is the Trainer's
+    ``default_root_dir`` and is locked for other jobs. With ``async_save``, training continues while a checkpoint is
+    written; a failed save raises an error on every rank at the next save or at the end.
 
     Args:
         **options: The fields of :class:`lit_fsdp.config.run.CheckpointConfig`.
 
     Raises:
-        ConfigError: An unknown option, a wrong value, or in ``fit`` a strategy that is not of ``fsdp_strategy``.
+        ConfigError: An unknown option, an invalid value, or in ``fit`` a strategy that is not from ``fsdp_strategy``.
     """
 
     FILE_EXTENSION = ""
@@ -57,12 +57,12 @@ class Checkpoint(ModelCheckpoint):
         self._checkpoint_bytes = 0
         self._locks = contextlib.ExitStack()
         self.exported: Path | None = None
-        """The folder that the end of training has exported, if ``export`` is set."""
+        """The folder exported at the end of training, if ``export`` is set."""
         self.resumes: bool | None = None
-        """Whether this rank has found a checkpoint to go on from, if anybody asked for the last one."""
+        """Whether this rank has found a checkpoint to resume from, if the last one was requested."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Fix the folder, keep other jobs out of it, and make what saves in the background, if anything is to."""
+        """Set and lock the folder, and start the background saver if needed."""
         strategy: Any = trainer.strategy
         root = Path(trainer.default_root_dir)
         self.dirpath = str(root / FOLDER)
@@ -78,13 +78,13 @@ class Checkpoint(ModelCheckpoint):
         if stage == "fit" and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             Ranks().first("locking the run folder", lambda: self._take(root))
             if len(set(Ranks().run("looking for the last checkpoint", lambda: self.resumes))) > 1:
-                raise CheckpointError(f"{root}: some ranks see a checkpoint there and some do not yet; start again")
+                raise CheckpointError(f"{root}: only some ranks see a checkpoint there; start the run again")
             is_wanted = self.config.in_background(is_accelerator(strategy.root_device), strategy.config.offloads)
             self._background = strategy.open_background() if is_wanted else None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note where this run starts; a run folder that already holds checkpoints is only resumed, never mixed."""
-        if self._schedule is not None:  # Lightning tells it of no epoch that is resumed in the middle
+        """Note the first step; a run folder that already contains checkpoints can only be resumed."""
+        if self._schedule is not None:  # Lightning does not call it for an epoch that is resumed in the middle
             self._schedule.on_train_epoch_start(trainer)
         found = Ranks().first(f"looking at {trainer.default_root_dir}", lambda: self._begin(trainer))
         self._saved_step = trainer.global_step
@@ -102,16 +102,16 @@ class Checkpoint(ModelCheckpoint):
                 _log.info("%s; written in the %s (checkpoint.async_save)", line, how)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Let other jobs use the run folder; after an exception they have to wait until this process ends."""
+        """Unlock the run folder; after an exception the lock lasts until this process ends."""
         self._locks.close()
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *batch: Any) -> None:
         """Save after every ``every_steps`` optimizer steps and after the last one."""
-        if self._is_due(trainer):  # in the middle of an accumulation the step is saved, or is none to save
+        if self._is_due(trainer):  # during accumulation the step is already saved or not due
             self.save(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save if this validation was the best, and put its metrics (rank 0's) into the checkpoint of this step."""
+        """Save if this validation was the best, and add its metrics (rank 0's) to the checkpoint of this step."""
         if trainer.sanity_checking or trainer.state.fn != "fit" or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         own, monitor = {name: float(value) for name, value in trainer.callback_metrics.items()}, self.config.monitor
@@ -123,7 +123,7 @@ class Checkpoint(ModelCheckpoint):
             self._tidy(trainer, metrics)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save a run that something else ended, unless its last step is saved already; wait for the last save."""
+        """Save the last step unless it is saved already, and wait for the last save."""
         if trainer.global_step > max(self._saved_step, 0):
             self.save(trainer)
         self.finish()
@@ -134,7 +134,7 @@ class Checkpoint(ModelCheckpoint):
             Ranks().first("exporting", lambda: self._export(Path(trainer.default_root_dir)))
 
     def _export(self, root: Path) -> None:
-        """Write the checkpoint that ``export`` names as a Hugging Face folder, unless it is there; on rank 0."""
+        """Export the checkpoint named by ``export`` as a Hugging Face folder, unless it exists; on rank 0."""
         from lit_fsdp.checkpoint.export import export
 
         (ckpt, *_) = run_folder.choose(self.config.export or "", root, self.config.monitor, self.config.mode)
@@ -143,10 +143,10 @@ class Checkpoint(ModelCheckpoint):
             export(ckpt, self.exported)
 
     def save(self, trainer: Trainer, on_signal: bool = False) -> None:
-        """Save the current step on all ranks, once; in the background it may be written for a while yet.
+        """Save the current step once, on all ranks; a background save may still be writing on return.
 
-        With ``on_signal`` nothing else is the reason, and the next of these replaces it. A CheckpointError comes on
-        every rank: this save could not begin, or the one before it has failed.
+        With ``on_signal`` the next save on a signal replaces this one. A CheckpointError is raised on every rank if
+        this save could not start or the previous one failed.
         """
         folder = run_folder.step_folder(trainer.default_root_dir, trainer.global_step)
         if trainer.fast_dev_run or self._saved_step == trainer.global_step:  # type: ignore[attr-defined]
@@ -163,45 +163,45 @@ class Checkpoint(ModelCheckpoint):
         self._tidy(trainer, {})
 
     def finish(self) -> None:
-        """Wait until the last save stands; a CheckpointError on every rank if it has failed on any."""
+        """Wait until the last save is complete; raise CheckpointError on every rank if it failed on any."""
         begun, self._begun = self._begun, ""
         if self._background is not None:
             self._background.wait()
         self.last_model_path = begun or self.last_model_path
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Note what Lightning's counters of micro-batches count in; secrets among hyper-parameters become ``***``."""
+        """Save the accumulation for Lightning's micro-batch counters; secrets in hyper-parameters become ``***``."""
         checkpoint[_ACCUMULATION] = trainer.accumulate_grad_batches
         for key in ("hyper_parameters", "datamodule_hyper_parameters"):
             if key in checkpoint:
                 checkpoint[key] = redact_values(checkpoint[key])
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Let the counters count in this run's micro-batches: other ranks, another accumulation, the same step."""
+        """Convert the counters to this run's micro-batches: the same step with other ranks or accumulation."""
         if checkpoint.get(IMPORTED):
             _fill_in_loops(trainer, checkpoint)
         saved = checkpoint.get(_ACCUMULATION)
         self._schedule = _count_in_micro_batches_of(trainer, checkpoint["loops"]["fit_loop"], saved)
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing needs to travel: what exists is read from the run folder."""
+        """Return nothing: the state is read from the run folder."""
         return {}
 
     def _is_due(self, trainer: Trainer) -> bool:
-        """Whether this step is saved in any case."""
+        """Whether this step is saved regardless of validation."""
         every, step, loop = self.config.every_steps, trainer.global_step, trainer.fit_loop
         is_end = loop.epoch_loop.batch_progress.is_last_batch and trainer.current_epoch + 1 == loop.max_epochs
         return is_end or bool(every and step % every == 0) or 0 < trainer.max_steps <= step
 
     def _is_better(self, value: float | None) -> bool:
-        """Whether a monitored value beats all before."""
+        """Whether a monitored value is the best so far."""
         if value is None or value != value:
             return False
         before = self.best_model_score
         return before is None or bool(value < before if self.config.mode == "min" else value > before)
 
     def _find_last_checkpoints(self, trainer: Trainer) -> set[str]:
-        """For Lightning's own ``ckpt_path="last"``; when they load, the ranks take what rank 0 has found."""
+        """For Lightning's own ``ckpt_path="last"``; all ranks load the checkpoint that rank 0 has found."""
         root = Path(trainer.default_root_dir)
         self.resumes = bool(run_folder.survey(root / FOLDER))
         if not self.resumes:
@@ -209,12 +209,12 @@ class Checkpoint(ModelCheckpoint):
         return {str(run_folder.choose("last", root, self.config.monitor, self.config.mode)[0])}
 
     def _tidy(self, trainer: Trainer, metrics: dict[str, float]) -> None:
-        """Once the last save stands, put metrics into its manifest and remove what nothing keeps; on rank 0."""
+        """After the last save is complete, add metrics to its manifest and remove old checkpoints; on rank 0."""
         root, step = Path(trainer.default_root_dir), self._saved_step
         folder = run_folder.step_folder(root, step)
 
         def tidy() -> None:
-            if metrics and folder.is_dir():  # a run that resumed here may have lost it since
+            if metrics and folder.is_dir():  # a run that resumed here may have removed it
                 record_metrics(folder, metrics)
             run_folder.retain(root, self.config, step)
 
@@ -224,12 +224,12 @@ class Checkpoint(ModelCheckpoint):
             self._background.then(tidy)
 
     def _take(self, root: Path) -> None:
-        """Lock the run folder and clear away what killed jobs have left there; on rank 0."""
+        """Lock the run folder and remove leftovers of killed jobs; on rank 0."""
         self._locks.callback(RunLock(root).release)
         run_folder.sweep(root)
 
     def _begin(self, trainer: Trainer) -> list[Found]:
-        """What a run goes on with, once those of steps that it has yet to reach are moved aside; on rank 0."""
+        """Move checkpoints of later steps aside and return the others; on rank 0."""
         strategy: Any = trainer.strategy
         root, step = Path(trainer.default_root_dir), trainer.global_step
         found = run_folder.checkpoints(root)
@@ -238,11 +238,11 @@ class Checkpoint(ModelCheckpoint):
         if not trainer.fast_dev_run:  # type: ignore[attr-defined]
             moved = run_folder.move_newer_aside(root, step, strategy.damaged_checkpoints)
             for old, new in moved.items():
-                _log.warning("moved aside: %s is %s now, because this run goes on from step %d", old, new.name, step)
+                _log.warning("moved aside: %s is now %s, because this run resumes from step %d", old, new.name, step)
         return [entry for entry in found if entry.step <= step]
 
     def _check_room(self, trainer: Trainer, count: int | None = 1) -> str:
-        """Compare what ``count`` checkpoints at a time need with what is free; collective."""
+        """Compare the space for ``count`` simultaneous checkpoints with the free space; collective."""
         root = Path(trainer.default_root_dir)
 
         def check() -> str:
@@ -255,12 +255,12 @@ class Checkpoint(ModelCheckpoint):
 def _count_in_micro_batches_of(
     trainer: Trainer, loop: dict[str, Any], saved: int | None
 ) -> GradientAccumulationScheduler | None:
-    """Make the saved counters of a fit loop right for the run of ``trainer``, in place.
+    """Adapt the saved counters of a fit loop to the run of ``trainer``, in place.
 
-    Three things are mended. After the end of an epoch Lightning goes on counting from its last micro-batch, and would
-    step too early where that accumulation was a short one. Saved at a validation inside an accumulation, the data begin
-    that global batch again. And other ranks mean another accumulation for the same step (``saved``: micro-batches per
-    step when it was saved, if anybody noted that). Returns the callback that sets the accumulation of each epoch.
+    Three things are fixed. After the end of an epoch Lightning continues counting from its last micro-batch and would
+    step too early if the last accumulation was short. After a save during a validation inside an accumulation, the data
+    repeat that global batch. Another number of ranks changes the accumulation (``saved``: micro-batches per step at the
+    time of saving, if known). Returns the callback that sets the accumulation of each epoch.
     """
     batches, epochs = loop["epoch_loop.batch_progress"], loop["epoch_progress"]
     current = batches["current"]
@@ -283,9 +283,9 @@ def _count_in_micro_batches_of(
 
 
 def _fill_in_loops(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
-    """Put Lightning's counters into an imported ``checkpoint`` as a run of this recipe would have saved them.
+    """Add Lightning's counters to an imported ``checkpoint`` as if a run of this recipe had saved them.
 
-    A datamodule that can tell (``position_at``) gives the epoch; with another one the epoch begins at the import.
+    A datamodule with ``position_at`` provides the epoch; otherwise the epoch starts at the import.
     """
     loops = ("fit_loop", "validate_loop", "test_loop", "predict_loop")
     checkpoint["loops"] = {name: getattr(trainer, name).state_dict() for name in loops}
@@ -309,4 +309,4 @@ def _fill_in_loops(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
     batches["is_last_batch"] = done == length
     for progress in loop["epoch_progress"].values():
         progress.update(ready=epoch + 1, started=epoch + 1, processed=epoch, completed=epoch)
-    loop["epoch_loop.state_dict"]["_batches_that_stepped"] = step - 1  # Lightning adds this one when it goes on
+    loop["epoch_loop.state_dict"]["_batches_that_stepped"] = step - 1  # Lightning adds this step when it resumes

@@ -14,17 +14,17 @@ from torch import nn
 from lit_fsdp.models.expert_parallel import ExpertGroup
 from lit_fsdp.parallel.units import clean_name
 
-_CHOICES = ("top_k_index", "router_indices")  # of the experts' forward in transformers: the experts of each token
+_CHOICES = ("top_k_index", "router_indices")  # arguments of the experts' forward in transformers
 
 
 class ExpertLoad(Callback):
-    """Logs the load of experts every ``log_every_n_steps``, over all ranks and all steps since the last time.
+    """Logs the load of experts every ``log_every_n_steps``, over all ranks and all steps since the last log.
 
     ``expert_largest_share`` is the share of a layer's tokens that its busiest expert received, the maximum over layers;
     ``expert_entropy`` the entropy of the shares divided by the logarithm of the number of experts (1 if the load is
     even), the mean over layers; ``experts_unused`` the number of experts in all layers that received no token. With
     ``expert_parallel``, ``expert_rank_load`` is the number of tokens that the busiest rank of a layer received, divided
-    by the mean over ranks, the maximum over layers. Nothing is logged for models whose experts are not given the
+    by the mean over ranks, the maximum over layers. Nothing is logged for models whose experts do not receive the
     router's choices.
     """
 
@@ -35,7 +35,7 @@ class ExpertLoad(Callback):
         self._seen_step = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Hook the experts of the live model, or peft's wrapper around them, which is called in their place."""
+        """Hook the experts of the live model, or peft's wrapper, which is called instead of them."""
         modules = {clean_name(name): module for name, module in pl_module.named_modules()}
         self._seen_step = trainer.global_step
         for name, module in modules.items():
@@ -75,7 +75,7 @@ class ExpertLoad(Callback):
             layer.zero_()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Leave the model as it was."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles, self._counts, self._by_rank = [], [], []

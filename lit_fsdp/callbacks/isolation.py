@@ -1,4 +1,4 @@
-"""Proof, before the first step, that the samples of a row do not see each other in the model as it runs here."""
+"""Proof, before the first step, that the samples of a pack do not attend to each other in the live model."""
 
 from __future__ import annotations
 
@@ -28,30 +28,30 @@ from lit_fsdp.parallel.base import EngineStrategy
 
 _log = logging.getLogger(__name__)
 _ROUNDING = {"fp32": 1e-4, "bf16": 0.05, "fp16": 0.01}
-"""‖Δ‖ / ‖h‖ allowed where other tokens may change the rounding: experts and fp8 scales take all tokens together."""
+"""‖Δ‖ / ‖h‖ allowed if other tokens may change the rounding: experts and fp8 scales depend on all tokens."""
 _MOVED = {"fp32": 1e-3, "bf16": 0.2, "fp16": 0.1}
 """‖Δ‖ / ‖h‖ allowed between two positions of a sample in its pack; positions that never restart exceed it."""
 
 
 class IsolationProof(Callback):
-    """Packs a few of the first batch's tokens, changes some of the samples, and ends the run if the others notice.
+    """Packs a few tokens of the first batch, changes some of the samples, and ends the run if the others change.
 
-    It uses the live model under its strategy, sharded and in its dtype (not compiled: that would compile twice), on all
-    ranks together, in eval mode and without gradients: four forward passes of 64 tokens. The last hidden states of a
-    sample must stay bit-equal whatever its neighbors hold. Afterwards random generators and modes are what they were.
-    What was proved is remembered in the cache folder by model configuration, attention, dtype, device and versions.
+    It runs the live, sharded model in its dtype (not compiled: that would compile twice), on all ranks together, in
+    eval mode and without gradients: four forward passes of 64 tokens. The last hidden states of a sample must stay
+    bit-equal for any neighbors. Random generators and modes are restored afterwards. The proof is cached in the cache
+    folder by model configuration, attention, dtype, device and versions.
 
-    Pairs of completions go into one row once that is proved, and share prompts where that is, before anything is
-    computed of them; they stay padded rows where it is not.
+    Pairs of completions share a row, and their prompt, only if their isolation is proved before anything is
+    computed from them; otherwise they stay padded rows.
     """
 
     proves_isolation = True
-    """For the data module, which warns where packed rows are trained on without a proof."""
+    """For the data module, which warns if packed rows are trained on without a proof."""
 
     _is_done = False
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Lay pairs of completions out in the first way that is proved, before anything is computed of them."""
+        """Lay out pairs of completions in the first way that is proved, before anything is computed from them."""
         module: Any = pl_module
         strategy: Any = trainer.strategy
         is_asked = getattr(module, "is_preference", False) and isinstance(strategy, EngineStrategy)
@@ -65,7 +65,7 @@ class IsolationProof(Callback):
             except ConfigError as refused:
                 if trainer.is_global_zero:
                     reason = str(refused.given).removeprefix("true, but ")
-                    _log.warning("pairs do not go into one row with %s prompts: %s", way, reason)
+                    _log.warning("pairs are not packed into one row with %s prompts: %s", way, reason)
             else:
                 module.pair_rows = way
                 break
@@ -76,7 +76,7 @@ class IsolationProof(Callback):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Prove it before the first step of this process, or the first validation or test if nothing is trained."""
+        """Prove isolation before the first step of this process, or before the first validation or test."""
         module: Any = pl_module
         is_packed = isinstance(batch, Mapping) and "cu_seq_lens" in batch
         is_cut = isinstance(batch, Mapping) and getattr(module, "context", None) is not None
@@ -85,29 +85,29 @@ class IsolationProof(Callback):
         self._is_done = True
         if not isinstance(trainer.strategy, EngineStrategy) or not hasattr(module, "last_hidden_states"):
             if trainer.is_global_zero:
-                text = "that packed samples do not see each other is proved only for CausalLMModule under fsdp_strategy"
+                text = "isolation of packed samples is proved only for CausalLMModule with fsdp_strategy"
                 _log.warning("%s, not for %s", text, type(module).__name__)
             return
         if is_packed and batch.get("attention_mask") is not None:
-            raise _refusal(module, "the batch has a 2-D attention_mask, with which transformers takes a pack for one")
+            raise _refusal(module, "the batch has a 2-D attention_mask, so transformers treats the pack as one sample")
         self._prove_once(trainer, batch)
 
     on_validation_batch_start = on_test_batch_start = on_train_batch_start
 
     def _prove_once(self, trainer: Trainer, batch: Mapping[str, Any], shares: bool = False) -> None:
-        """Prove it, unless it is remembered, and note it in the run folder."""
+        """Prove isolation unless a proof is cached, and write it to the run folder."""
         module: Any = trainer.lightning_module
         path, is_fixed = _remembered_at(trainer.strategy, module, shares), not module.config.trust_remote_code
 
         def read() -> Any:
-            with contextlib.suppress(OSError, ValueError):  # it is proved again
+            with contextlib.suppress(OSError, ValueError):  # then prove it again
                 return json.loads(path.read_bytes()) if is_fixed else None
 
-        remembered = Ranks().first("looking for an earlier proof", read)
+        remembered = Ranks().first("looking for a cached proof", read)
         record = remembered or self.prove(trainer, batch, shares)
         if trainer.is_global_zero:
             if is_fixed and not remembered:
-                with contextlib.suppress(CheckpointError):  # a cache that cannot be written costs the next run a second
+                with contextlib.suppress(CheckpointError):  # without a cache the next run repeats it
                     write_json(path, record)
             verb = trainer.state.fn.value if trainer.state.fn else "fit"
             name = "isolation.json" if verb == "fit" else f"{verb}-isolation.json"
@@ -117,10 +117,10 @@ class IsolationProof(Callback):
             print(text.format(**record) + ("; pairs share their prompts" if shares else ""), file=sys.stderr)
 
     def prove(self, trainer: Trainer, batch: Mapping[str, Any], shares: bool = False) -> dict[str, Any]:
-        """Return what was measured, for ``isolation.json``, of samples or of pairs with a shared prompt; collective.
+        """Measure isolation of samples, or of pairs with a shared prompt, for ``isolation.json``; collective.
 
         Raises:
-            ConfigError: On every rank: samples see each other, or depend on their position in the pack.
+            ConfigError: On every rank: samples attend to each other, or depend on their position in the pack.
         """
         module: Any = trainer.lightning_module
         strategy: Any = trainer.strategy
@@ -142,15 +142,15 @@ class IsolationProof(Callback):
         tolerance = _ROUNDING[compute] if shares_rounding else 0.0
         if change > tolerance:
             by = f"{change:.1e} of its size (allowed: {tolerance:g})"
-            raise _refusal(module, f"with other tokens in the other samples one changes by {by}")
+            raise _refusal(module, f"a sample changes by {by} when the tokens of other samples change")
         if any(one.is_blind for one in found):
-            raise _refusal(module, "a sample with other tokens has the same hidden states")
+            raise _refusal(module, "the hidden states of a sample do not depend on its tokens")
         if not split <= _MOVED[compute]:
-            given = f"{strategy.context.degree}, but then {module.source.hf_config.model_type} computes something else"
+            given = f"{strategy.context.degree}, but then {module.source.hf_config.model_type} computes other results"
             given += f": the states of a row change by {split:.1e} of their size"
             raise ConfigError(f"{strategy.path}.context_parallel", given, "1")
         if moved > _MOVED[compute]:
-            raise _refusal(module, f"its states depend on a sample's place in the pack, by {moved:.1e} of their size")
+            raise _refusal(module, f"the states depend on the position in the pack, by {moved:.1e} of their size")
         return {
             "model_type": module.source.hf_config.model_type,
             "attn_implementation": module.attn_implementation,
@@ -168,8 +168,8 @@ def _refusal(module: Any, reason: str) -> ConfigError:
     kind, backend = module.source.hf_config.model_type, module.attn_implementation
     return ConfigError(
         "data.packing",
-        f"true, but {kind} with attn_implementation {backend} does not keep the samples of a pack apart: {reason}",
-        "a model and an attention under which no sample of a pack depends on another",
+        f"true, but {kind} with attn_implementation {backend} does not isolate the samples of a pack: {reason}",
+        "a model and an attention backend that isolate the samples of a pack",
         "set data.packing: false, or try another model.attn_implementation",
     )
 
@@ -189,7 +189,7 @@ def _remembered_at(strategy: Any, module: Any, shares: bool) -> Path:
 
 
 def run_aside(strategy: Any, module: Any, method: str, *args: Any) -> Any:
-    """A method of the module outside of every step, through the engine's own hooks and autocast; all ranks together."""
+    """Call a method of the module outside of a step, with the engine's hooks and autocast; all ranks together."""
     stance: Any = "force_eager" if strategy.config.compile else "default"
     with torch.compiler.set_stance(stance), strategy.precision_plugin.train_step_context(), torch.no_grad():
         if strategy.model is module:
@@ -199,7 +199,7 @@ def run_aside(strategy: Any, module: Any, method: str, *args: Any) -> Any:
 
 @contextlib.contextmanager
 def untouched(strategy: Any, module: torch.nn.Module) -> Iterator[None]:
-    """Eval mode inside; afterwards random generators, modes and the counts of ``dtypes.json`` are as before."""
+    """Use eval mode inside; restore random generators, modes and the counts of ``dtypes.json`` afterwards."""
     counted = {what: dict(found) for what, found in strategy.contract.realized.items()}
     device = strategy.root_device
     own = torch.random.fork_rng([device] if is_accelerator(device) else [], device_type=device.type)

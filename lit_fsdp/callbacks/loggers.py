@@ -1,7 +1,7 @@
-"""``metrics.csv``, and the runs of other loggers: a run that is resumed goes on in both.
+"""``metrics.csv``, and the runs of other loggers: a resumed run continues both.
 
 Lightning's CSVLogger removes the file of an earlier start in the same folder; TensorBoard, W&B, MLflow and Comet would
-each begin a new run at every start.
+each create a new run at every start.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ _ARGUMENTS = {
     "MLFlowLogger": "run_id",
     "CometLogger": "experiment_key",
 }
-"""By class, the argument that takes what its ``version`` says."""
+"""Maps each class to the argument that accepts its ``version``."""
 
 
 class RunCSVLogger(Logger, Callback):
-    """One row per logged step, appended; only a new column rewrites the file. A callback too, to know where the run is.
+    """Appends one row per logged step; only a new column rewrites the file. Also a callback, to track the step.
 
     ``fit`` writes ``metrics.csv``: ``step`` is the number of optimizer steps taken, as in the names of checkpoints; the
-    first and the last step have a row whatever ``log_every_n_steps`` is. A run that goes on from a checkpoint keeps the
-    rows up to its step and replaces the rest. ``validate`` and ``test`` add one row per call to a file of their own, at
-    the step of the checkpoint.
+    first and the last step always have a row. A run that resumes from a checkpoint keeps the rows up to its step and
+    replaces the rest. ``validate`` and ``test`` each append one row per call to a separate file, at the step of the
+    checkpoint.
     """
 
     name = version = ""  # the run folder is the name, and a run is resumed in place
@@ -71,12 +71,12 @@ class RunCSVLogger(Logger, Callback):
         return str(self.path.parent)
 
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
-        """Nothing: the resolved recipe stands beside this file."""
+        """Do nothing: the resolved recipe is saved next to this file."""
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Append one row, or write the last one again if it is of the same step."""
-        if self._is_training:  # Lightning counts a validation inside an accumulation to the step to come
+        """Append one row, or rewrite the last one if it has the same step."""
+        if self._is_training:  # Lightning assigns a validation inside an accumulation to the next step
             step = min((step or 0) + 1, self._trainer.global_step)
         else:
             step, metrics = self._loaded_step or 0, {n: value for n, value in metrics.items() if n != "epoch"}
@@ -100,11 +100,11 @@ class RunCSVLogger(Logger, Callback):
             file.truncate()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Keep the Trainer, whose steps are counted."""
+        """Keep the Trainer to read its step."""
         self._trainer = trainer
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Note where the run goes on."""
+        """Note the step from which the run resumes."""
         self._loaded_step = checkpoint["global_step"]
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -113,7 +113,7 @@ class RunCSVLogger(Logger, Callback):
             self._log_now(trainer)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *batch: Any) -> None:
-        """Write the row of the first and the last step, which Lightning may pass over."""
+        """Write the row of the first and the last step, which Lightning may skip."""
         step, is_logged = trainer.global_step, trainer._logger_connector.should_update_logs
         if not is_logged and step != self._seen_step and step in (1, trainer.estimated_stepping_batches):
             self._log_now(trainer)
@@ -128,14 +128,14 @@ class RunCSVLogger(Logger, Callback):
 
     @rank_zero_only
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note the run of each of the other loggers that can go on in it, in their order."""
+        """Save the runs of the other loggers that can resume, in order."""
         named = [(type(logger).__name__, logger) for logger in trainer.loggers if logger is not self]
         runs = [(name, logger.version if name in _ARGUMENTS else None) for name, logger in named]
         if any(run is not None for _, run in runs):
             write_json(Path(trainer.default_root_dir) / _NAME, runs)
 
     def _rewrite(self, end: int, last: int | None = None) -> None:
-        """Write the rows up to a byte, and up to step ``last``, under all columns; a kill may have cut one."""
+        """Rewrite the rows up to a byte and up to step ``last`` with all columns; a kill may have truncated a row."""
         self.path.touch()
         temporary = self.path.with_name(f".{self.path.name}.tmp")
         with self.path.open("rb") as old, temporary.open("w", newline="") as file:  # row by row: there may be a million
@@ -150,14 +150,14 @@ class RunCSVLogger(Logger, Callback):
 
 
 class RunWandbLogger(loggers.WandbLogger):
-    """Lightning's; offline the run's steps are W&B's own too, which would begin at 0 in the folder of each start.
+    """Lightning's logger; offline it also sets W&B's own step, which would otherwise restart at 0 in each start.
 
-    A row takes the next step instead where a module logs to W&B by itself more often than once per step.
+    If a module itself logs to W&B more than once per step, a row uses the next step instead.
     """
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Log ``metrics`` into the row of ``step``."""
+        """Log ``metrics`` at ``step``."""
         run: Any = self.experiment
         if step is None or not run.offline or self._wandb_init.get("sync_tensorboard") or step < run.step:
             super().log_metrics(metrics, step)
@@ -172,7 +172,7 @@ def check_loggers(config: Any) -> None:
         package = _PACKAGES.get(name)
         is_there = package is None or importlib.util.find_spec(package) is not None
         given, fix = f"{name}, whose package {package} is not installed", f"pip install {package}"
-        require(is_there, "trainer.logger", given, "a logger that is installed", fix)
+        require(is_there, "trainer.logger", given, "a logger with an installed package", fix)
 
 
 def _named(config: Any) -> list[Namespace]:
@@ -181,11 +181,11 @@ def _named(config: Any) -> list[Namespace]:
 
 
 def go_on_logging(config: Any, run_folder: Path, step: int | None) -> None:
-    """Give the loggers of a parsed ``trainer`` section the runs that a run folder has noted, in place.
+    """Let the loggers of a parsed ``trainer`` section continue the runs saved in a run folder, in place.
 
-    An argument that the recipe gives wins. W&B writes to the run folder, MLflow to a database there, as it refuses
-    folders of files from 3.7 on. TensorBoard is told to hide what a killed run has logged from ``step`` on; it looks
-    for that only in runs whose first start (``step`` None) has told it too. Of W&B's it becomes
+    Arguments in the recipe take precedence. W&B writes to the run folder, MLflow to a database there because it refuses
+    file stores from 3.7 on. TensorBoard gets a ``purge_step`` that hides logs of a killed run from ``step`` on, which
+    works only if the first start (``step`` None) has set it too. The W&B logger is replaced by
     :class:`RunWandbLogger`.
     """
     path, found = run_folder / _NAME, _named(config)
@@ -210,13 +210,13 @@ def go_on_logging(config: Any, run_folder: Path, step: int | None) -> None:
             continue
         if logger.init_args.get(argument) is None:
             logger.init_args[argument] = run
-            _log.info("%s goes on in its run %s (%s)", name, run, path)
+            _log.info("%s resumes its run %s (%s)", name, run, path)
 
 
 def _open_store(given: Any, tries: int = 5) -> None:
-    """Let one process at a time open the database of MLflow and its experiment: the first one makes them.
+    """Let one process at a time open the MLflow database and its experiment; the first one creates them.
 
-    Whoever opens it at the same time without this, as ``mlflow ui`` may, makes that fail, so it is tried again.
+    It is retried because concurrent access by others, such as ``mlflow ui``, makes it fail.
     """
     uri, name = given.get("tracking_uri") or os.environ.get("MLFLOW_TRACKING_URI", ""), given.get("experiment_name")
     if "://" not in uri or uri.startswith(("http", "file:")) or importlib.util.find_spec("mlflow") is None:
@@ -232,7 +232,7 @@ def _open_store(given: Any, tries: int = 5) -> None:
                 if name and client.get_experiment_by_name(name) is None:
                     client.create_experiment(name, given.get("artifact_location"))
                 return
-        except Exception as error:  # of whatever database it is
+        except Exception as error:  # depends on the database
             if not left:
                 raise
             _log.info("MLflow's store could not be opened (%s); %d more tries", type(error).__name__, left)

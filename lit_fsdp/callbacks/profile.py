@@ -1,4 +1,4 @@
-"""A window of :mod:`torch.profiler` over a few optimizer steps, with marks that tell their phases apart."""
+"""A window of :mod:`torch.profiler` over a few optimizer steps, with marks for their phases."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ class ProfileWindow(Callback):
     """Traces ``steps`` optimizer steps on every rank, after the first ``WARMUP_STEPS``, and ends training.
 
     The phases follow one another without gaps: the wait for data, from the end of a batch to the start of the next;
-    forward; backward; the optimizer, with all else that a batch still does. Each rank writes its Chrome trace into
-    ``folder``, as ``rank-N.json``; older ones there are removed.
+    forward; backward; the optimizer, including the rest of the batch. Each rank writes its Chrome trace to
+    ``rank-N.json`` in ``folder``; older traces there are removed.
     """
 
     def __init__(self, steps: int, folder: Path) -> None:
         self.steps, self.folder = steps, folder
         self.records: list[dict[str, Any]] = []
-        """What :func:`lit_fsdp.metrics.trace.trace_record` says of each rank, once the window is over, and
-        ``operators``: name, ms and calls per step of those that take longest by themselves."""
+        """The result of :func:`lit_fsdp.metrics.trace.trace_record` for each rank after the window, and
+        ``operators``: name, ms and calls per step of the operators with the longest self time."""
         self._mark = contextlib.ExitStack()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin with the steps before the window."""
+        """Start with the warm-up steps."""
         for path in self.folder.glob("rank-*.json") if trainer.is_global_zero else ():
             path.unlink()
         self._done, self._seen_step = 0, trainer.global_step
@@ -42,15 +42,15 @@ class ProfileWindow(Callback):
         self._profile.start()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """The batch is there."""
+        """Start the forward phase."""
         self._begin("forward")
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
-        """The loss is there."""
+        """Start the backward phase."""
         self._begin("backward")
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Gradients are there."""
+        """Start the optimizer phase."""
         self._begin("optimizer")
 
     def on_train_batch_end(
@@ -62,7 +62,7 @@ class ProfileWindow(Callback):
             self._seen_step, self._done = trainer.global_step, self._done + 1
             device = trainer.strategy.root_device
             if is_accelerator(device) and self._done in (WARMUP_STEPS, WARMUP_STEPS + self.steps):
-                torch.get_device_module(device).synchronize()  # the window begins and ends with an idle device
+                torch.get_device_module(device).synchronize()  # the window starts and ends with an idle device
             self._profile.step()
             if self._done == WARMUP_STEPS + self.steps:
                 self.records = gathered(trainer, self._record(self.folder / f"rank-{trainer.global_rank}.json"))

@@ -23,14 +23,14 @@ _SILENCE_SECONDS = 15.0
 
 
 class RunProgress(ProgressBar):
-    """Loss, rate, MFU where it is known, peak memory and time left; plain lines where there is no terminal.
+    """Shows loss, rate, MFU (if known), peak memory and remaining time; plain lines without a terminal.
 
-    Without a terminal there is a line after the first and the last step, after every ``log_every_n_steps`` and at least
-    every 20 s, also while a step or a validation takes longer than that.
+    Without a terminal it prints a line after the first and the last step, every ``log_every_n_steps`` and at least
+    every 20 s, also during longer steps or validations.
     """
 
     asks = True
-    """For the module, which gives other bars their numbers in every step."""
+    """For the module, which sends metrics to other progress bars in every step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,12 +40,12 @@ class RunProgress(ProgressBar):
         self._ended = threading.Event()
 
     def disable(self) -> None:
-        """Nothing: ranks other than 0 say nothing anyway."""
+        """Do nothing: only rank 0 prints anyway."""
 
     enable = disable  # around Lightning's finders
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Open the bar, or begin to break silences."""
+        """Open the bar, or start the thread for regular lines."""
         self._seen_step = self._first_step = trainer.global_step
         self._started = self._said = self._stepped = time.perf_counter()
         if not trainer.is_global_zero:
@@ -53,8 +53,8 @@ class RunProgress(ProgressBar):
         steps = trainer.estimated_stepping_batches
         self._total = int(steps) if steps not in (-1, float("inf")) else None
         console = Console(stderr=True)
-        if sys.stderr.isatty() and console.is_interactive:  # a dumb terminal would show the last line alone
-            # where the line is too narrow for all, the numbers at its end give way
+        if sys.stderr.isatty() and console.is_interactive:  # a dumb terminal would show only the last line
+            # if the line is too narrow, the numbers at its end are truncated
             numbers = TextColumn("{task.description}", table_column=Column(no_wrap=True, ratio=1))
             steps_done = TextColumn("step {task.completed}/{task.total}")
             self._bar = Progress(
@@ -72,7 +72,7 @@ class RunProgress(ProgressBar):
             threading.Thread(target=keep_talking, name="progress", daemon=True).start()
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *batch: Any) -> None:
-        """Advance after an optimizer step; the numbers are those last logged."""
+        """Advance after an optimizer step, with the last logged numbers."""
         if not trainer.is_global_zero or trainer.global_step == self._seen_step:
             return
         self._seen_step, self._stepped = trainer.global_step, time.perf_counter()
@@ -86,7 +86,7 @@ class RunProgress(ProgressBar):
             self._bar.update(TaskID(0), completed=self._seen_step, description=self._text)
 
     def break_silence(self, trainer: Trainer) -> None:
-        """Write a line if the last one is long ago, for what is going on has no hook until it is over."""
+        """Print a line if the last one is old: no hook runs during a long step or validation."""
         now = time.perf_counter()
         if now - self._said >= _SILENCE_SECONDS:
             what = "validation" if trainer.validating else "next step"
@@ -98,17 +98,17 @@ class RunProgress(ProgressBar):
         if is_new and trainer.is_global_zero and trainer.state.fn == "fit" and not trainer.sanity_checking:
             found = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("val_")}
             text = "  ".join(f"{name} {value:.4f}" for name, value in found.items())
-            print(f"step {trainer.global_step}: {text}", file=sys.stderr)  # under a bar rich puts it above
+            print(f"step {trainer.global_step}: {text}", file=sys.stderr)  # rich prints it above the bar
             self._said = time.perf_counter()
 
     def on_train_end(self, *hook: Any) -> None:
-        """Close the bar; after an exception too, so that the message stands alone."""
+        """Close the bar, also after an exception, so that it does not mix with the message."""
         self._ended.set()
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
 
-    on_exception = on_train_end  # type: ignore[assignment]  # whose names the arguments have
+    on_exception = on_train_end  # type: ignore[assignment]  # arguments have its names
 
     def _say(self, text: str) -> None:
         self._said = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What a run declares and what it does, on the screen and in the run folder: data, units, dtypes, predictions."""
+"""Records of a run on the screen and in the run folder: data, units, dtypes, predictions."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PENDING_RECIPE = ".recipe.yaml"
 
 
 def record_data(datamodule: Any, stage: str, folder: Path) -> None:
-    """Show what our data module is about to give; of training it leaves a record."""
+    """Show the data of our data module; training also writes a record."""
     record = datamodule.describe()
     if stage == "fit":
         write_json(folder / "data.json", record)
@@ -49,16 +49,16 @@ class RunRecord(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Note the memory before the model is built."""
-        reset_peak_host_bytes()  # converting a model or tokenizing may have needed more
+        reset_peak_host_bytes()  # model conversion or tokenization may have used more
         self._before_bytes = peak_host_bytes()
         device = trainer.strategy.root_device
         if stage == "fit" and is_accelerator(device):
-            # who made what is there: about 2 us per allocation (docstring of the function), and no history that grows
+            # stacks of live allocations: about 2 us each (docstring of the function), without a growing history
             record = torch.get_device_module(device).memory._record_memory_history
             record("state", context="state", stacks="python")
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Note how the run ended, and what fills a GPU that is out of memory, before the Trainer clears it."""
+        """Record how the run ended, and dump the memory of a full GPU before the Trainer clears it."""
         is_stop = isinstance(exception, (StopRequested, KeyboardInterrupt))
         self._note(trainer, "stopped" if is_stop else f"failed: {type(exception).__name__}")
         device = trainer.strategy.root_device
@@ -68,12 +68,12 @@ class RunRecord(Callback):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             torch.get_device_module(device).memory._dump_snapshot(str(path))
-            exception.add_note(f"what was allocated, and by which lines: {path}, for pytorch.org/memory_viz")
+            exception.add_note(f"memory snapshot: {path}, for pytorch.org/memory_viz")
         except OSError as error:
-            exception.add_note(f"what was allocated could not be written down: {error}")
+            exception.add_note(f"the memory snapshot could not be written: {error}")
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Say from which step the run goes on; its recipe is the run folder's from here on."""
+        """Print the step from which the run resumes, and make its recipe that of the run folder."""
         if trainer.state.fn == "fit" and trainer.is_global_zero:
             pending = Path(trainer.default_root_dir) / PENDING_RECIPE
             if pending.is_file():
@@ -81,7 +81,7 @@ class RunRecord(Callback):
             print(_resumed_from(trainer, checkpoint["global_step"]), file=sys.stderr)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write the audit; the strategy's set-up has compared the plan with the live units already."""
+        """Write the audit; the strategy has already compared the plan with the live units."""
         strategy = trainer.strategy
         if not isinstance(strategy, EngineStrategy):
             return
@@ -94,7 +94,7 @@ class RunRecord(Callback):
             show(units_table(record), text, *(f"replaced: {name}: {why}" for name, why in record["replaced"].items()))
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *batch: Any) -> None:
-        """Log the gradient norm, and write the dtypes once the first step has been compared with the declared ones."""
+        """Log the gradient norm; after the first step, write the dtypes that were compared with the declared ones."""
         strategy = trainer.strategy
         if not isinstance(strategy, EngineStrategy):
             return
@@ -110,7 +110,7 @@ class RunRecord(Callback):
             show(f"Realized dtypes; precision {report['mode']} declares {declared}", dtypes_table(report))
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Add the peak of each rank's memory to the audit: what it grew by on a CPU, what torch allocated on CUDA."""
+        """Add each rank's peak memory to the audit: the increase on a CPU, torch's allocations on CUDA."""
         if not isinstance(trainer.strategy, EngineStrategy):
             return
         device = trainer.strategy.root_device
@@ -127,9 +127,9 @@ class RunRecord(Callback):
 
 
 class PredictionWriter(Callback):
-    """Gathers what each rank scored and writes ``predictions.jsonl`` to the run folder, one line per row.
+    """Gathers the predictions of all ranks and writes ``predictions.jsonl`` to the run folder, one line per row.
 
-    What a ``predict_step`` gives otherwise than as rows with numbers is for a writer of its own, which is said.
+    Outputs of ``predict_step`` in another format need a separate writer; a warning is logged.
     """
 
     def __init__(self) -> None:
@@ -144,7 +144,7 @@ class PredictionWriter(Callback):
             self._has_others = True
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write all rows, in their order, on rank 0."""
+        """Write all rows in order, on rank 0."""
         parts, self._rows = gathered(trainer, self._rows), []
         rows = sorted((row for part in parts for row in part), key=lambda row: row["row"])
         if trainer.is_global_zero and rows:
@@ -152,13 +152,13 @@ class PredictionWriter(Callback):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         if trainer.is_global_zero and self._has_others:
-            text = "%s.predict_step gives no rows with numbers, so they are not in predictions.jsonl, but for a "
+            text = "%s.predict_step returns no rows with numbers, so predictions.jsonl does not contain them; use a "
             _log.warning(text + "BasePredictionWriter in trainer.callbacks", type(pl_module).__name__)
 
 
 def gathered(trainer: Trainer, own: Any) -> list[Any]:
-    """What every rank has, in the order of ranks; collective."""
-    return Ranks().run("gathering what ranks have", lambda: own)
+    """The values of all ranks in rank order; collective."""
+    return Ranks().run("gathering values of the ranks", lambda: own)
 
 
 def _now() -> str:
@@ -166,10 +166,10 @@ def _now() -> str:
 
 
 def _resumed_from(trainer: Trainer, step: int) -> str:
-    """From which step a run goes on, and each value of its recipe that is another one than the checkpoint's."""
+    """The step from which a run resumes, and each value of its recipe that differs from the checkpoint's."""
     strategy: Any = trainer.strategy
     folder = getattr(strategy, "loaded_checkpoint", None)
-    if folder is None:  # of somebody else's strategy
+    if folder is None:  # third-party strategy
         return f"resumed from step {step}"
     lines = [f"resumed from step {step}: {folder}"]
     before, now = folder / "recipe.yaml", strategy.checkpoint_files.get("recipe.yaml")
@@ -187,7 +187,7 @@ def show(*parts: Any) -> None:
 
 
 def add_to_audit(folder: Path, values: dict[str, Any]) -> dict[str, Any]:
-    """Add to ``audit.json`` of a run folder what only the end of a run knows; all of it is returned."""
+    """Add values that are known only at the end of a run to its ``audit.json``, and return all of it."""
     path = folder / "audit.json"
     record = {**json.loads(path.read_text(encoding="utf-8")), **values}
     write_json(path, record)
@@ -195,5 +195,5 @@ def add_to_audit(folder: Path, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write JSON that a reader never sees half of; secrets as ``***``."""
+    """Write JSON atomically, with secrets as ``***``."""
     replace_bytes(path, f"{json.dumps(redact_values(content), indent=1)}\n".encode())

@@ -1,4 +1,4 @@
-"""What the model says while it trains: greedy answers to a few prompts, from the live and sharded model."""
+"""Samples during training: greedy answers of the live, sharded model to a few prompts."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from lit_fsdp.data.prompts import Prompt
 from lit_fsdp.report.data import visible
 
 _COLUMNS = ["step", "prompt", "wanted", "got"]
-_AT_ONCE = 8  # prompts of one batch on each rank
+_AT_ONCE = 8  # prompts per batch and rank
 _SHOWN_CHARACTERS = 300
 
 
 class Samples(Callback):
-    """Asks the model after each validation, on all ranks in step, and shows prompt, wanted answer and what it said.
+    """Generates answers after each validation, on all ranks, and shows prompt, reference and generated answer.
 
-    ``samples.csv`` in the run folder, TensorBoard and W&B get the table; its step is the number of optimizer steps
-    taken, as in the names of checkpoints. ``val_exact_match`` is the share of wanted answers that were given to the
-    letter, ``val_answer_token_accuracy`` that of their tokens which stood in their place. Training is not changed,
-    random generators neither. Module, data module and strategy are those of this package.
+    The table goes to ``samples.csv`` in the run folder, TensorBoard and W&B; its step is the number of optimizer steps
+    taken, as in the names of checkpoints. ``val_exact_match`` is the share of exactly matched reference answers,
+    ``val_answer_token_accuracy`` the share of their tokens matched at the same position. Training and random generators
+    do not change. It needs the module, data module and strategy of this package.
 
     Args:
         **options: The fields of :class:`lit_fsdp.config.run.SamplesConfig`.
@@ -48,31 +48,31 @@ class Samples(Callback):
             self._prompts = datamodule.prompts(self.config.prompts)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Read the prompts, unless the command line has."""
+        """Read the prompts, unless the command line has already."""
         if stage == "fit":
             self.read(trainer.datamodule)  # type: ignore[attr-defined]
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Ask and show, and log how many answers are right."""
+        """Generate and show answers, and log their accuracy."""
         if self.config.every_validation and not trainer.sanity_checking:
             for name, value in self._ask(trainer, pl_module).items():
                 pl_module.log(name, value, sync_dist=True)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The same once, where that is asked for; Lightning logs nothing here."""
+        """The same once, if configured; Lightning does not log here."""
         if not self.config.every_validation:
             metrics = self._ask(trainer, pl_module)
             for logger in trainer.loggers if metrics else ():
                 logger.log_metrics(metrics, trainer.global_step)
 
     def _ask(self, trainer: Trainer, module: Any) -> dict[str, float]:
-        """Have the prompts answered, write the table, and say how many answers are right; collective."""
+        """Answer the prompts, write the table, and return the accuracy; collective."""
         if not self._prompts:
             return {}
         ranks, rank = trainer.world_size, trainer.global_rank
         each = -(-len(self._prompts) // ranks)
         own = [prompt.input_ids for prompt in self._prompts[rank::ranks]]
-        own += [self._prompts[0].input_ids] * (each - len(own))  # all ranks call the model as often
+        own += [self._prompts[0].input_ids] * (each - len(own))  # all ranks must call the model equally often
         found: list[list[int]] = []
         with untouched(trainer.strategy, module):
             for start in range(0, each, _AT_ONCE):
@@ -106,12 +106,12 @@ class Samples(Callback):
 
 
 def _cell(value: Any) -> str:
-    """A value in a table of Markdown."""
+    """Format a cell of a Markdown table."""
     return str(value).replace("|", r"\|").replace("\n", "<br>")
 
 
 def _write(path: Path, rows: list[list[Any]]) -> None:
-    """Add the rows of one step, in place of what an earlier start has written of this step and later ones."""
+    """Write the rows of one step, replacing rows of this and later steps from an earlier start."""
     kept: list[list[str]] = []
     if path.is_file():
         with path.open(newline="", encoding="utf-8") as file:

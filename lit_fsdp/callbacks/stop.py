@@ -1,8 +1,8 @@
-"""Signals in a Trainer: a vote of all ranks at the step boundary, one checkpoint, then the end.
+"""Signals in a Trainer: all ranks vote at the step boundary, save one checkpoint and stop.
 
-When which signal does what stands in :mod:`lit_fsdp.signals`. Lightning's own handlers (SIGTERM, and SIGUSR1 under
-SLURM) are not installed: they save or communicate inside a handler. Somebody's own Trainer keeps them unless it is
-given ``flags = SignalFlags()``, ``flags.install()`` and ``callbacks=[StopOnSignal(flags), Checkpoint(...)]``.
+:mod:`lit_fsdp.signals` documents the effect of each signal. Lightning's own handlers (SIGTERM, and SIGUSR1 under
+SLURM) are not installed: they save or communicate inside a handler. A user's own Trainer keeps them unless it gets
+``flags = SignalFlags()``, ``flags.install()`` and ``callbacks=[StopOnSignal(flags), Checkpoint(...)]``.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class StopOnSignal(Callback):
         self._pending: tuple[torch.Tensor, torch.Event] | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Keep Lightning's handlers out, its broadcast of a flag before every batch, and its requeue."""
+        """Disable Lightning's handlers, its broadcast of a flag before every batch, and its requeue."""
         environment = trainer._accelerator_connector.cluster_environment
         if isinstance(environment, SLURMEnvironment):
             environment.auto_requeue = False
@@ -48,15 +48,15 @@ class StopOnSignal(Callback):
         trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """From here on Ctrl-C waits for the step boundary; signals that came during set-up are heard now."""
+        """Let Ctrl-C wait for the step boundary from now on, and handle signals received during setup."""
         step = self._seen_step = trainer.global_step
         self._pending, self.flags.training = None, True
         if code := _exit_code(self._vote_now(trainer)):
-            where = f"before step {step + 1}, with nothing new to save; start it again with the same words"
+            where = f"before step {step + 1}, with nothing new to save; start it again with the same command"
             raise StopRequested(code, where)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Cast this rank's votes; our module sends them along with its token counts."""
+        """Set this rank's votes; our module sends them with its token counts."""
         pl_module.stop_votes = self._votes()  # type: ignore[assignment]
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *batch: Any) -> None:
@@ -66,7 +66,7 @@ class StopOnSignal(Callback):
         self._seen_step = trainer.global_step
         totals = getattr(pl_module, "step_totals", None)
         votes = self._vote_now(trainer) if totals is None else totals[-2:]
-        if is_accelerator(votes.device):  # those of the step before, on every rank: the host never waits for the device
+        if is_accelerator(votes.device):  # votes of the previous step, so that the host never waits for the device
             before, event = self._pending, torch.get_device_module(votes.device).Event()
             self._pending = votes.to("cpu", non_blocking=True), event
             event.record()
@@ -76,9 +76,9 @@ class StopOnSignal(Callback):
             before[1].synchronize()
         if code := _exit_code(votes):
             saved = "; the checkpoint is complete; resume with --ckpt_path last"
-            unsaved = ", which nothing saves: the Trainer has no checkpoint callback"
+            unsaved = " without saving: the Trainer has no checkpoint callback"
             where = f"after step {trainer.global_step}{saved if _save(trainer) else unsaved}"
-            # what Lightning does after the callbacks of a batch: the step has been taken, so it belongs into the log
+            # Lightning does this after the callbacks of a batch: the completed step must be logged
             trainer._logger_connector.on_batch_end()
             trainer._logger_connector.update_train_step_metrics()
             raise StopRequested(code, where)
@@ -97,7 +97,7 @@ def _exit_code(votes: torch.Tensor) -> int:
 
 
 def _save(trainer: Trainer) -> bool:
-    """Save by our callback, or where there is none as Lightning's saves its last; whether either is there."""
+    """Save with our callback, else with Lightning's as its last checkpoint; return whether there is any callback."""
     callbacks: list[Any] = [one for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)]
     ours = [callback for callback in callbacks if isinstance(callback, Checkpoint)]
     for callback in ours:

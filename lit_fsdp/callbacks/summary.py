@@ -1,4 +1,4 @@
-"""What a verb has done, in a few lines at its end: steps, losses, checkpoints, memory, and the next command."""
+"""Summary at the end of a verb: steps, losses, checkpoints, memory, and the next command."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ def summary_of(trainer: Trainer, verb: str, seconds: float, first_step: int) -> 
     """Summarize ``fit``, ``validate``, ``test`` or ``predict`` after its end.
 
     Args:
-        trainer: The Trainer, whose metrics are those that were logged last.
-        verb: Which of the four.
-        seconds: How long it took.
-        first_step: Optimizer steps that had been taken before, as by the run that is resumed.
+        trainer: The Trainer, with the last logged metrics.
+        verb: One of the four.
+        seconds: Duration of the verb.
+        first_step: Optimizer steps taken before, e.g. by the run that was resumed.
     """
     folder, took = Path(trainer.default_root_dir), timedelta(seconds=round(seconds))
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}

@@ -1,4 +1,4 @@
-"""Rates, waiting, FLOP/s and peak memory, from the counts that travel with each step's all-reduce anyway."""
+"""Rates, data wait, FLOP/s and peak memory, from the counts that each step all-reduces anyway."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from lit_fsdp.parallel.units import clean_name
 
 
 class Throughput(Callback):
-    """Logs rates over all ranks between two logged steps; validation, saving and the first step are not counted.
+    """Logs rates over all ranks between two logged steps, excluding validation, saving and the first step.
 
-    The clock runs from the end of one batch to the end of the next, so that waiting for data counts. The device is
-    waited for at logged steps only, and nothing is sent between ranks. Tokens are those without padding;
-    ``padding_share`` is the share of positions that hold none. ``data_wait_share`` is this rank's own: the time between
-    two forward passes. By :mod:`lit_fsdp.metrics.flops` ``model_tflops_per_rank`` is the work that loss and gradients
-    need, ``mfu`` its share of the device's dense peak at the compute dtype, and ``hfu`` that share with what activation
-    checkpointing computes again; all devices are taken to be of one kind, and what cannot be known is not logged.
+    The clock runs from the end of one batch to the end of the next, so waiting for data counts. The host waits for the
+    device at logged steps only, and ranks do not communicate. Token counts exclude padding; ``padding_share`` is the
+    share of padding positions. ``data_wait_share`` is local to this rank: the time between two forward passes.
+    ``model_tflops_per_rank`` is the work for loss and gradients (:mod:`lit_fsdp.metrics.flops`), ``mfu`` its share of
+    the device's dense peak at the compute dtype, and ``hfu`` that share including recomputation by activation
+    checkpointing; all devices are assumed to be equal, and unknown values are not logged.
     """
 
     _sum: torch.Tensor | None
-    _mark: float | None = None  # the clock stands
+    _mark: float | None = None  # None: the clock is paused
 
     def __init__(self) -> None:
         self._formula: ModelFlops | None = None
-        self._reason = "the module holds no transformers model"
+        self._reason = "the module contains no transformers model"
         self._words: dict[str, str] = {}
         self._peak: float | None = None
         self._ranks = 1
@@ -43,11 +43,11 @@ class Throughput(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Read the shapes of the model before they are sharded."""
         module: Any = pl_module
-        if stage != "fit" or not hasattr(module, "step_totals"):  # what others call build() is not for us to call
+        if stage != "fit" or not hasattr(module, "step_totals"):  # build() of others may do something else
             return
         try:
             self._formula = flop_formula(module.build().model)
-        except Exception as error:  # a statistic ends no run, whatever an architecture has in its config
+        except Exception as error:  # a statistic must not end a run
             self._reason = " ".join(str(error).split()).partition(". ")[0][:200] or type(error).__name__
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -66,7 +66,7 @@ class Throughput(Callback):
         self._waited += now - self._mark
 
     def on_validation_start(self, *hook: Any) -> None:
-        """Pause, for a save too."""
+        """Pause the clock, also for a save."""
         self._mark = None
 
     on_save_checkpoint = on_validation_start  # type: ignore[assignment]  # whose names the arguments have
@@ -84,7 +84,7 @@ class Throughput(Callback):
         now = time.perf_counter()
         self._seconds += 0.0 if self._mark is None else now - self._mark
         self._mark = now
-        if counts is not None and counts["slots"]:  # none of a subclass with a training step of its own
+        if counts is not None and counts["slots"]:  # zero for subclasses with their own training step
             self._log(trainer, pl_module, counts)
         elif is_step and not self._is_warm:
             self._is_warm = True
@@ -108,7 +108,7 @@ class Throughput(Callback):
         self._sum, self._seconds, self._waited, self._steps = None, 0.0, 0.0, 0
 
     def read_device(self, trainer: Trainer, pl_module: LightningModule) -> str:
-        """Find the device's peak and what the live blocks recompute; returns what cannot be known, or nothing."""
+        """Read the device's peak and the recomputation of the live blocks; return why MFU is unknown, if so."""
         if self._formula is None:
             return f"MFU –: FLOPs are not counted: {self._reason}"
         live = {clean_name(name): module for name, module in pl_module.named_modules()}
@@ -120,7 +120,7 @@ class Throughput(Callback):
         return "" if self._peak else f"MFU –: no peak rate is known for {multiplies} on {name}"
 
     def rates(self, counts: Mapping[str, float], seconds: float) -> dict[str, float]:
-        """Those of ``model_tflops_per_rank``, ``mfu`` and ``hfu`` that are known; the counts are over all ranks."""
+        """The known values of ``model_tflops_per_rank``, ``mfu`` and ``hfu``; counts are over all ranks."""
         if self._formula is None:
             return {}
         useful = self._formula.train_flops(counts) / seconds / self._ranks
@@ -134,7 +134,7 @@ class Throughput(Callback):
 
 
 def _multiplies(trainer: Trainer) -> str:
-    """What the device's products are made of: the compute dtype; for fp32, tf32 where torch was told that it may be."""
+    """Dtype of matrix products: the compute dtype, or tf32 instead of fp32 if torch allows it."""
     if isinstance(trainer.strategy, EngineStrategy):
         precision = trainer.strategy.config.precision_config
         dtype = "fp8" if precision.mode == "fp8" else precision.row.compute

@@ -1,4 +1,4 @@
-"""Notes what each step of a run comes to, for ``lit-fsdp parity``."""
+"""Records the results of each step of a run, for ``lit-fsdp parity``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lit_fsdp.parity.trace import Trace
 
 
 class StepTrace(Callback):
-    """Notes loss, gradient norm (of lit_fsdp's strategies) and trained weights after each step.
+    """Records loss, gradient norm (with strategies of lit_fsdp) and trained weights after each step.
 
     ``file`` is written at the end: the attributes of a :class:`lit_fsdp.parity.trace.Trace`.
     """
@@ -23,7 +23,7 @@ class StepTrace(Callback):
         self.file = file
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note the weights that it starts from."""
+        """Record the initial weights."""
         given = getattr(trainer.strategy, "config", None)
         somebody_elses = PrecisionConfig(mode=LIGHTNING_PRECISION.get(str(trainer.precision), "low_precision"))
         row = given.precision_config.row if given else somebody_elses.row
@@ -33,12 +33,12 @@ class StepTrace(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Note a step that has been taken."""
+        """Record a completed step."""
         if trainer.global_step == len(self.trace.losses):
             self._note(trainer, pl_module, trainer.callback_metrics.get("train_loss"))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write all of it down."""
+        """Write the record."""
         if trainer.is_global_zero:
             torch.save(vars(self.trace), self.file)
 

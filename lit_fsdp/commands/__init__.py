@@ -1,4 +1,4 @@
-"""The verbs of ``lit-fsdp``. Nothing heavy is imported before the words are understood."""
+"""The verbs of ``lit-fsdp``. Heavy packages are imported only after the command line has been parsed."""
 
 from __future__ import annotations
 
@@ -10,56 +10,56 @@ from lit_fsdp.config.words import VERBS, underscored
 from lit_fsdp.errors import ConfigError
 
 _GROUPS = {
-    "begin": {
-        "recipes": "list, show or copy the recipes and fragments that ship",
-        "convert": "a config of Accelerate, Transformers or DeepSpeed as a recipe",
-        "doctor": "look at this machine, or all nodes of a job: devices, disks, network",
+    "set up": {
+        "recipes": "list, show or copy the included recipes and fragments",
+        "convert": "convert an Accelerate, Transformers or DeepSpeed config to a recipe",
+        "doctor": "check this machine, or all nodes of a job: devices, disks, network",
     },
-    "look before a run": {
-        "data": "see what a recipe trains on, and tokenize it ahead (inspect)",
-        "model": "fetch or convert a model ahead of a run (prepare)",
-        "audit": "what a recipe would do: FSDP units, mesh, dtypes, bytes per rank",
-        "plan": "whether it fits a GPU, how fast it may be, and what to choose",
-        "parity": "whether it trains as another, or as a plain PyTorch loop",
+    "check before a run": {
+        "data": "inspect the training data of a recipe and tokenize it (inspect)",
+        "model": "download or convert a model before a run (prepare)",
+        "audit": "show FSDP units, mesh, dtypes and bytes per rank of a recipe",
+        "plan": "estimate memory and speed of a recipe, and recommend settings",
+        "parity": "compare a recipe with another, or with a plain PyTorch loop",
     },
     "run": {
-        "fit": "train a model by a recipe",
-        "validate": "loss, perplexity and token accuracy on data.val",
-        "test": "the same on data.test",
+        "fit": "train a model with a recipe",
+        "validate": "compute loss, perplexity and token accuracy on data.val",
+        "test": "do the same on data.test",
         "predict": "score every row of data.predict into predictions.jsonl",
-        "bench": "tokens/s and memory of a recipe with other values",
-        "profile": "where the time of a step goes, as traces and a table",
+        "bench": "measure tokens/s and memory of variations of a recipe",
+        "profile": "profile the time of a step, as traces and a table",
         "slurm": "submit a recipe to a cluster, or print the sbatch file",
     },
     "use the result": {
-        "report": "a run as one page, or several runs beside each other",
-        "ckpt": "list or verify the checkpoints of a run, or import others'",
-        "export": "a checkpoint as a Hugging Face folder",
-        "generate": "ask an exported model",
+        "report": "write a report of a run, or compare several runs",
+        "ckpt": "list or verify the checkpoints of a run, or import foreign ones",
+        "export": "convert a checkpoint to a Hugging Face folder",
+        "generate": "chat with an exported model",
     },
 }
 _TRAINER_VERBS = ("fit", "validate", "test", "predict")
 _VERBS = [verb for group in _GROUPS.values() for verb in group]
 _PLANNING = dict.fromkeys(("audit", "model", "plan"), "planning")
 _MODULES = {**_PLANNING, "ckpt": "checkpoints", "export": "models", "generate": "models", "profile": "profiling"}
-"""Of verbs that are not in a module of their name."""
+"""Modules of the verbs whose module has another name."""
 _USAGE = """usage: lit-fsdp VERB [options]
 
 {verbs}
 
 lit-fsdp fit --config RECIPE.yaml [--config FRAGMENT.yaml ...] [--key value ...]
-  files are merged in order, later wins, flags last; --print_config shows the
-  result, --help every key; --ckpt_path last|best|PATH resumes
-lit-fsdp VERB --help explains a verb and ends with an example
-lit-fsdp --print_completion bash|zsh prints a script that completes all this
+  files are merged in order, later ones win, flags last; --print_config shows
+  the result, --help all keys; --ckpt_path last|best|PATH resumes
+lit-fsdp VERB --help explains a verb and shows an example
+lit-fsdp --print_completion bash|zsh prints a shell completion script
 """
 
 
 def run(argv: list[str]) -> int:
-    """Understand the command line, run the verb and return the exit code.
+    """Parse the command line, run the verb and return the exit code.
 
     Raises:
-        ConfigError: A verb, key or value that does not exist, or a rule that does not hold.
+        ConfigError: A verb, key or value does not exist, or a rule is violated.
     """
     if not argv or argv[0] in ("-h", "--help", "help"):
         lines = []

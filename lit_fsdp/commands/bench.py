@@ -1,4 +1,4 @@
-"""``bench``: one recipe with other values, run after run, and what each of them gives."""
+"""``bench``: measure variations of one recipe in separate runs."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ _Rows = Sequence[Mapping[str, str]]
 def run_bench(argv: Sequence[str]) -> int:
     """Run ``lit-fsdp bench`` and return the exit code: 1 if a cell failed."""
     text = (
-        "Tokens per second, scaling efficiency and peak memory of a recipe with other values: every combination is a "
-        "short fit in processes of its own, and repeats are interleaved. bench.csv, in a folder of the run folder for "
-        "each recipe and varied keys, gets a row per run as it ends; the same command goes on where it was stopped, "
-        "and tries again what has failed."
+        "Measure tokens per second, scaling efficiency and peak memory of variations of a recipe: every combination is "
+        "a short fit in separate processes, and repeats are interleaved. Each finished run adds a row to bench.csv, in "
+        "a subfolder of the run folder for the recipe and varied keys; the same command resumes an interrupted "
+        "benchmark and repeats failed runs."
     )
     example = "lit-fsdp bench -c recipes/quickstart.yaml --vary data.micro_batch_size=2,4"
     parser = verb_parser("bench", text, example, RECIPE)
-    text = "values without commas of a key of the recipe, or of config, fragments; repeatable: all combinations are run"
+    text = "values (without commas) of a recipe key, or fragments for the key config; repeatable: runs all combinations"
     parser.add_argument("--vary", action="append", required=True, metavar="KEY=A,B,...", help=text)
     parser.add_argument("--ranks", metavar="1,2,...", help="values of trainer.devices; default: the recipe's")
     parser.add_argument("--repeats", type=int, default=3, help="runs of each combination; default: 3")
-    parser.add_argument("--steps", type=int, default=5, help="timed optimizer steps, after as many untimed; default: 5")
+    parser.add_argument("--steps", type=int, default=5, help="timed optimizer steps, after equal warm-up; default: 5")
     options, words = parser.parse_known_args(argv)
     least = min(options.repeats, options.steps)
     require(least >= 1, "--repeats, --steps", least, ">= 1", "write --repeats 3")
@@ -46,7 +46,7 @@ def run_bench(argv: Sequence[str]) -> int:
     for text in options.vary:
         key, _, values = text.removeprefix("--").partition("=")
         fits = values and key != "trainer.devices"
-        require(fits, "--vary", text, "KEY=A,B,...; trainer.devices by --ranks", "write data.micro_batch_size=1,2")
+        require(fits, "--vary", text, "KEY=A,B,...; use --ranks for trainer.devices", "write data.micro_batch_size=1,2")
         vary.setdefault(key, []).extend(values.split(","))
     cells = [dict(zip((*vary, "ranks"), row, strict=True)) for row in itertools.product(*vary.values(), ranks)]
     of = json.dumps([recipe.values, options.steps, list(vary)], default=str)
@@ -54,7 +54,7 @@ def run_bench(argv: Sequence[str]) -> int:
     folder = Path(recipe.run.trainer["default_root_dir"], "bench", name)
     timed = {"log_every_n_steps": options.steps, "max_steps": 2 * options.steps, "max_epochs": -1}
     words += quiet_flags({"logger": "true", "num_nodes": 1, **timed})
-    if "model" not in recipe.run.foreign:  # a schedule that fits these few steps
+    if "model" not in recipe.run.foreign:  # warm-up might exceed these few steps
         words += ["--model.optim.warmup_steps=0"]
     has_failed = _run_all(folder, words, cells, options.repeats)
     from lit_fsdp.report.page import write_curves
@@ -74,9 +74,9 @@ def _rows(path: Path) -> list[dict[str, str]]:
 
 
 def _run_all(folder: Path, words: Sequence[str], cells: _Rows, repeats: int) -> bool:
-    """Run what has no finished row yet, the repeats interleaved; a cell that fails is not repeated.
+    """Run combinations without a finished row, with interleaved repeats; a cell that fails is not repeated.
 
-    A cell has the value of each varied key, and ``ranks``.
+    A cell contains the value of each varied key, and ``ranks``.
     """
     results, failed = ("tokens_per_second", "peak_memory_gib"), []
     before = _rows(folder / "bench.csv")
@@ -95,7 +95,7 @@ def _run_all(folder: Path, words: Sequence[str], cells: _Rows, repeats: int) -> 
             error = " ".join(run_fit(run, [*words, *flags]).split())
             found = {} if error else (_rows(run / "metrics.csv") or [{}])[-1]
             if not error and not found.get("tokens_per_second"):
-                error = "no tokens/s in metrics.csv: a module of somebody else's counts none"
+                error = "no tokens/s in metrics.csv: a third-party module does not count tokens"
             failed += [cell] if error else []
             writer.writerow({**row, **{name: found.get(name, "") for name in results}, "failed": error})
             file.flush()
@@ -103,7 +103,7 @@ def _run_all(folder: Path, words: Sequence[str], cells: _Rows, repeats: int) -> 
 
 
 def _results(cells: _Rows, rows: _Rows) -> tuple[str, dict[str, list[tuple[int, float]]]]:
-    """A table of all cells, and by their values tokens/s over ranks.
+    """Return a table of all cells, and curves of tokens/s over ranks.
 
     Efficiency is tokens per second and rank relative to the same values on the fewest ranks.
     """

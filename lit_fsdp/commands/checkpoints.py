@@ -1,4 +1,4 @@
-"""``ckpt ls`` and ``ckpt verify``, which need no torch, and ``ckpt import``, which makes others' checkpoints ours."""
+"""``ckpt ls`` and ``ckpt verify``, which need no torch, and ``ckpt import`` for checkpoints of other frameworks."""
 
 from __future__ import annotations
 
@@ -19,37 +19,37 @@ from lit_fsdp.errors import CheckpointError, require
 from lit_fsdp.host import size_words
 
 _IMPORT = (
-    "Write a checkpoint of Lightning (file, FSDPStrategy, ModelParallelStrategy), Accelerate or the Transformers "
-    "Trainer, or a LoRA adapter of peft, as a folder for lit-fsdp fit --ckpt_path. Nothing in it is run. To start from "
-    "a whole Hugging Face model, name it as model.name in the recipe instead."
+    "Convert a checkpoint of Lightning (file, FSDPStrategy, ModelParallelStrategy), Accelerate or the Transformers "
+    "Trainer, or a LoRA adapter of peft, to a folder for lit-fsdp fit --ckpt_path. No code in it is executed. To start "
+    "from a full Hugging Face model, set model.name in the recipe instead."
 )
 
 
 def run_ckpt(argv: Sequence[str]) -> int:
     """Run ``lit-fsdp ckpt …`` and return the exit code."""
     verbs = {
-        "ls": ("step, time, size and metric of each checkpoint, and what is wrong", _ls),
-        "verify": ("the same, after every file was compared with its manifest", _verify),
-        "import": ("those of Lightning, Accelerate, the Transformers Trainer or peft as ours", _import),
+        "ls": ("list step, time, size, metric and damage of each checkpoint", _ls),
+        "verify": ("the same, and compare every file with its manifest", _verify),
+        "import": ("convert those of Lightning, Accelerate, Transformers Trainer or peft", _import),
     }
     return run_one_of("ckpt", verbs, argv)
 
 
 def _ls(argv: Sequence[str]) -> int:
-    parser = verb_parser("ckpt ls", "The checkpoints of a run, and which are complete.", "lit-fsdp ckpt ls runs/smoke")
+    parser = verb_parser("ckpt ls", "List the checkpoints of a run and their state.", "lit-fsdp ckpt ls runs/smoke")
     _show(parser, argv, hashes=False)
     return 0
 
 
 def _verify(argv: Sequence[str]) -> int:
-    text = "Compare every file of a checkpoint, or of all of a run, with its manifest; exit code 1 if any differs."
+    text = "Compare every file of one or all checkpoints of a run with the manifest; exit code 1 if any differs."
     parser = verb_parser("ckpt verify", text, "lit-fsdp ckpt verify runs/smoke --sha256")
-    parser.add_argument("--sha256", action="store_true", help="also give one SHA-256 for each, to be kept elsewhere")
+    parser.add_argument("--sha256", action="store_true", help="also print a SHA-256 per checkpoint, to store elsewhere")
     return 1 if any(row["differences"] for row in _show(parser, argv, hashes=True)) else 0
 
 
 def _show(parser: Any, argv: Sequence[str], hashes: bool) -> list[dict[str, Any]]:
-    """Print a row per checkpoint, complete or not, oldest first, and give them back."""
+    """Print and return a row per checkpoint, complete or not, oldest first."""
     parser.add_argument("path", metavar="PATH", type=Path, help="run folder, its checkpoints folder, or one checkpoint")
     parser.add_argument("--json", action="store_true", help="JSON instead of a table, with all metrics")
     options = parse(parser, argv)
@@ -63,11 +63,11 @@ def _show(parser: Any, argv: Sequence[str], hashes: bool) -> list[dict[str, Any]
     if not entries:
         if folder != path:
             raise CheckpointError(f"{folder}: no checkpoints yet")
-        read_manifest(path)  # else there is nothing
-        entries = [look_at(path)]  # whether it is the last or the best, the others of the run would say
+        read_manifest(path)  # raises if there is none
+        entries = [look_at(path)]  # without the other checkpoints of the run, last and best are unknown
     rows = []
     for entry in entries:
-        differences = verify(entry.path, hashes) if hashes or entry.damage else {}  # sizes have been compared
+        differences = verify(entry.path, hashes) if hashes or entry.damage else {}  # sizes were already compared
         is_summed = getattr(options, "sha256", False) and not differences
         rows.append(
             {
@@ -88,11 +88,11 @@ def _show(parser: Any, argv: Sequence[str], hashes: bool) -> list[dict[str, Any]
 
 
 def _config(recipe: Path) -> CheckpointConfig:
-    """The ``checkpoint`` section of a run's recipe; the defaults where there is none."""
+    """The ``checkpoint`` section of a run's recipe, or the defaults."""
     try:
         return CheckpointConfig(**yaml.safe_load(recipe.read_text(encoding="utf-8"))["checkpoint"])
     except (OSError, ValueError, TypeError, KeyError, yaml.YAMLError):
-        return CheckpointConfig()  # somebody else's file, or a section with keys of another version
+        return CheckpointConfig()  # a file of another tool, or keys of another version
 
 
 def _table(rows: Sequence[dict[str, Any]], monitor: str) -> str:
@@ -115,11 +115,11 @@ def _table(rows: Sequence[dict[str, Any]], monitor: str) -> str:
 def _import(argv: Sequence[str]) -> int:
     example = "lit-fsdp ckpt import out/checkpoint-500 -o imported --model out/checkpoint-500"
     parser = verb_parser("ckpt import", _IMPORT, example)
-    parser.add_argument("source", metavar="SOURCE", type=Path, help="file or folder that the other tool wrote")
+    parser.add_argument("source", metavar="SOURCE", type=Path, help="file or folder written by the other tool")
     parser.add_argument("-o", "--out", required=True, type=Path, help="folder to create")
-    parser.add_argument("--model", required=True, help="the model it is of: folder, hub name or config .json")
-    parser.add_argument("--prefix", help="what stands before the model's names in it; default: found by matching")
-    parser.add_argument("--allow-surplus", action="store_true", help="leave out what the model does not have")
+    parser.add_argument("--model", required=True, help="its model: folder, hub name or config .json")
+    parser.add_argument("--prefix", help="prefix of the parameter names in it; default: detected by matching")
+    parser.add_argument("--allow-surplus", action="store_true", help="skip tensors that the model does not have")
     options = parse(parser, argv)
     from lit_fsdp.checkpoint.importing import import_checkpoint, open_source
     from lit_fsdp.models.export_files import model_entry
@@ -129,7 +129,7 @@ def _import(argv: Sequence[str]) -> int:
     if (options.source / "adapter_config.json").is_file():
         print(_import_adapter(options.source, options.out, options.model, options.allow_surplus))
         return 0
-    source = open_source(options.source)  # before a model is looked for
+    source = open_source(options.source)  # before the model is resolved
     module = CausalLMModule(name=options.model).build()
     built = module.model
     assert built is not None
@@ -152,7 +152,7 @@ def _import_adapter(folder: Path, out: Path, model: str, allow_surplus: bool) ->
 
     settings = json.loads((folder / "adapter_config.json").read_bytes())
     kind = settings.get("peft_type")
-    require(kind == "LORA", "ckpt import", f"{folder}, an adapter of type {kind}", "LORA", "merge it by peft first")
+    require(kind == "LORA", "ckpt import", f"{folder}, an adapter of type {kind}", "LORA", "merge it with peft first")
     stored = read_safetensors(folder / "adapter_model.safetensors")
     module = CausalLMModule(name=model).build()
     built: Any = module.model

@@ -1,4 +1,4 @@
-"""``--print_completion``: a script by which a shell completes verbs, flags, keys of recipes and the words they take."""
+"""``--print_completion``: a script for shell completion of verbs, flags, recipe keys and their values."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ _BELOW = {
     "slurm": ("render", "submit"),
     "ckpt": ("ls", "verify", "import"),
 }
-"""Verbs with verbs below them."""
+"""Verbs with subcommands."""
 
 
 def completion_script(shell: str, verbs: Mapping[str, str], run: Callable[[list[str]], int]) -> str:
     """Write the script, for ``eval "$(lit-fsdp --print_completion bash)"``; torch is not imported.
 
     Args:
-        shell: One that shtab knows.
-        verbs: What each verb does, in few words.
-        run: Runs a command line; a verb's flags are known once it has been asked for ``--help``.
+        shell: A shell that shtab supports.
+        verbs: A short description of each verb.
+        run: Runs a command line; the flags of a verb are known after ``--help`` has run.
 
     Raises:
-        ConfigError: shtab is not installed, or does not know the shell.
+        ConfigError: shtab is not installed or does not support the shell.
     """
     is_there = importlib.util.find_spec("shtab") is not None
     fix = "pip install 'lit-fsdp[completion]'"
-    require(is_there, "--print_completion", "a script that shtab writes, and it is not installed", "shtab", fix)
+    require(is_there, "--print_completion", "a script that needs shtab, which is not installed", "shtab", fix)
     import shtab
 
     known = shtab.SUPPORTED_SHELLS
@@ -77,7 +77,7 @@ def completion_script(shell: str, verbs: Mapping[str, str], run: Callable[[list[
 
 
 def _recipe_flags(files: Any) -> argparse.ArgumentParser:
-    """Flags of every verb that reads a recipe; those that take files complete by ``files``."""
+    """Flags of every verb that reads a recipe; file flags use ``files`` for completion."""
     parser = argparse.ArgumentParser(add_help=False)
     for name in ("--print_config", "--verbose", "--debug"):
         parser.add_argument(name, action="store_true")
@@ -96,7 +96,7 @@ def _recipe_flags(files: Any) -> argparse.ArgumentParser:
 
 
 def _keys(cls: Any, path: str) -> dict[str, list[str]]:
-    """The words that each field of a dataclass takes, by its full key, with those of dataclasses inside."""
+    """The literal values of each field of a dataclass by full key, including nested dataclasses."""
     found = {}
     for name, hint in typing.get_type_hints(cls).items():
         found[f"{path}.{name}"] = list(_words(hint))

@@ -1,4 +1,4 @@
-"""``convert``: another library's configuration as a recipe."""
+"""``convert``: convert another library's configuration to a recipe."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ def run_convert(argv: Sequence[str]) -> int:
     """Run ``lit-fsdp convert`` and return the exit code: 1 if the recipe would train differently."""
     from lit_fsdp.convert import FORMATS, convert_file
 
-    text = "Write a recipe that trains as another library's configuration file does."
+    text = "Write a recipe that trains in the same way as another library's configuration file."
     example = """echo '{"zero_optimization": {"stage": 3}}' | lit-fsdp convert deepspeed -"""
     parser = verb_parser("convert", text, example)
-    parser.add_argument("format", choices=FORMATS, help="whose configuration it is")
+    parser.add_argument("format", choices=FORMATS, help="library of the configuration")
     parser.add_argument("file", type=Path, help="its YAML or JSON file; - reads standard input")
     parser.add_argument("-o", "--out", type=Path, help="file to create; default: standard output")
-    parser.add_argument("--ranks", type=int, help="ranks of the run, where the file does not say")
-    parser.add_argument("--num_nodes", type=int, default=1, help="nodes of the run, where the file does not say")
-    parser.add_argument("--allow-differences", action="store_true", help="write it although it trains differently")
+    parser.add_argument("--ranks", type=int, help="ranks of the run, if the file does not specify them")
+    parser.add_argument("--num_nodes", type=int, default=1, help="nodes of the run, if the file does not specify them")
+    parser.add_argument("--allow-differences", action="store_true", help="write it even if it trains differently")
     options = parse(parser, argv)
     conversion = convert_file(options.format, options.file, options.ranks, options.num_nodes)
     for fate in conversion.fates:
         print(fate, file=sys.stderr)
     if conversion.differs and not options.allow_differences:
-        print("no recipe: it would train differently; --allow-differences writes it all the same", file=sys.stderr)
+        print("no recipe: it would train differently; --allow-differences writes it anyway", file=sys.stderr)
         return 1
     name = "standard input" if str(options.file) in ("-", "/dev/stdin") else options.file.name
     text = conversion.as_yaml(f"{name} ({options.format})")

@@ -1,4 +1,4 @@
-"""``data inspect``: see what is trained on, and tokenize it ahead."""
+"""``data inspect``: inspect the training data and tokenize it before a run."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ _SPLITS = ("train", "val", "test", "predict")
 
 def run_data(argv: Sequence[str]) -> int:
     """Run ``lit-fsdp data …`` and return the exit code."""
-    text = "counts, lengths, packing, and samples that show what is supervised"
+    text = "show counts, lengths, packing, and samples with supervised tokens"
     return run_one_of("data", {"inspect": (text, _inspect)}, argv)
 
 
 def _inspect(argv: Sequence[str]) -> int:
-    text = "What a recipe trains on, by the same code, without a GPU or weights; it is tokenized into the cache of fit."
+    text = "Show what a recipe trains on with the code of fit, without a GPU or weights; fills the token cache of fit."
     example = "lit-fsdp data inspect -c recipes/quickstart.yaml -c configs/debug/smoke.yaml"
     parser = verb_parser("data inspect", text, example, RECIPE)
-    parser.add_argument("--n", type=int, default=5, help="samples to show, from the first on (default 5)")
-    parser.add_argument("--split", choices=_SPLITS, help="whose samples; default: the first split the recipe has")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="lengths, supervised shares and packs as a picture")
-    parser.add_argument("--json", action="store_true", help="JSON instead of a table and text, samples complete")
+    parser.add_argument("--n", type=int, default=5, help="number of samples to show (default 5)")
+    parser.add_argument("--split", choices=_SPLITS, help="split of the samples; default: the first split of the recipe")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="plot lengths, supervised shares and packs")
+    parser.add_argument("--json", action="store_true", help="JSON with complete samples instead of a table and text")
     options, words = parser.parse_known_args(argv)
     from lit_fsdp.config.parser import load_recipe
     from lit_fsdp.logs import setup_logging
 
     run = load_recipe(words, "data", flags_of(parser)).run
     there = [split for split in _SPLITS if run.data.has(split)]
-    require(there, "data.train", "null", "a source of rows for a split", "set data.train: rows.jsonl")
+    require(there, "data.train", "null", "a source of rows for at least one split", "set data.train: rows.jsonl")
     options.split = options.split or there[0]
-    require(options.split in there, "--split", options.split, f"a split the recipe has: {', '.join(there)}")
+    require(options.split in there, "--split", options.split, f"a split of the recipe: {', '.join(there)}")
     can_draw = options.plot is None or importlib.util.find_spec("matplotlib") is not None
-    require(can_draw, "--plot", options.plot, "with matplotlib", "pip install 'lit-fsdp[plot]', or leave --plot out")
+    require(can_draw, "--plot", options.plot, "with matplotlib", "pip install 'lit-fsdp[plot]', or omit --plot")
     setup_logging()
     from rich.console import Console
 

@@ -1,4 +1,4 @@
-"""``doctor``: what would fail later on this machine, or on the nodes of a job, said now."""
+"""``doctor``: find problems of this machine, or of the nodes of a job, before a run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from lit_fsdp.launch.doctor import Report, Wanted
 
 _OWN = ("nodes", "json")
-_TEXT = "Look at this machine, or under srun or torchrun at all nodes, and say what would fail later, with the fix."
+_TEXT = "Check this machine, or all nodes with srun or torchrun, for what would make a run fail, and print the fixes."
 
 
 def run_doctor(argv: Sequence[str]) -> int:
@@ -35,7 +35,7 @@ def run_doctor(argv: Sequence[str]) -> int:
     from lit_fsdp.logs import setup_logging
 
     setup_logging()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what was written is removed on the way out
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # temporary files are removed on exit
     processes = _name_launch(os.environ)
     rank, is_leader = os.environ["RANK"], os.environ["LOCAL_RANK"] == "0"
     facts = ask_torch() if is_leader else {"gpus": []}
@@ -56,18 +56,18 @@ def run_doctor(argv: Sequence[str]) -> int:
         try:
             report = examine(rows, wanted, num_gpus)
         except dist.DistError as error:
-            raise CheckpointError(f"doctor: the ranks do not meet, see what rank 0 says: {error}") from error
+            raise CheckpointError(f"doctor: the rendezvous failed, see the output of rank 0: {error}") from error
     if rank == "0":
         _print(report, options.json)
     return report.exit_code
 
 
 def _options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Split the flags of this verb from the words of a recipe."""
+    """Separate the flags of this verb from those of a recipe."""
     parser = verb_parser(
         "doctor", _TEXT, "lit-fsdp doctor --json", "[--config RECIPE.yaml] [--key value ...] [options]"
     )
-    parser.add_argument("--nodes", type=int, help="nodes that a run will have; start it by srun to look at all of them")
+    parser.add_argument("--nodes", type=int, help="nodes of the planned run; start with srun to check all nodes")
     parser.add_argument("--json", action="store_true", help="JSON instead of a table on standard output")
     options, words = parser.parse_known_args(list(argv))
     if words and options.nodes:
@@ -77,7 +77,7 @@ def _options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def _name_launch(environment: MutableMapping[str, str]) -> int:
-    """Set torchrun's variables for this process; returns how many share its GPUs and cores, 0: as the recipe says."""
+    """Set torchrun's variables for this process; return how many processes share its GPUs and cores (0: see recipe)."""
     from lit_fsdp.launch.launcher import adopt_step
 
     adopt_step(environment)
@@ -92,7 +92,7 @@ def _name_launch(environment: MutableMapping[str, str]) -> int:
 
 
 def _wanted(recipe: LoadedRecipe | None, nodes: int | None, can_measure: bool) -> Wanted:
-    """What the recipe asks of the machine; the size of a checkpoint where torch and the model's config are there."""
+    """The recipe's requirements; the size of a checkpoint only if torch and the model's config are available."""
     from lit_fsdp.launch.doctor import Wanted
 
     if recipe is None:
@@ -107,7 +107,7 @@ def _wanted(recipe: LoadedRecipe | None, nodes: int | None, can_measure: bool) -
         validates = run.data.val is not None or run.data.val_split is not None
         steps = trainer.get("max_steps") or -1
         count = peak_count(run.checkpoint, steps if steps > 0 else None, validates) or 2
-        with contextlib.suppress(CheckpointError, ConfigError, OSError):  # a run says what is wrong with the model
+        with contextlib.suppress(CheckpointError, ConfigError, OSError):  # the run reports problems with the model
             ranks = audit_recipe(run)["state_per_rank"]
             num_bytes = sum(rank["parameter_bytes"] + rank["optimizer_bytes"] for rank in ranks)
     return Wanted(

@@ -1,4 +1,4 @@
-"""``export`` and ``generate``: a checkpoint as a Hugging Face folder, and a question to one."""
+"""``export`` and ``generate``: convert a checkpoint to a Hugging Face folder, and chat with it."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from lit_fsdp.host import size_words
 
 def run_export(argv: Sequence[str]) -> int:
     """Run ``lit-fsdp export`` and return the exit code."""
-    text = "Write a checkpoint, sharded or full, as a folder that plain transformers loads."
+    text = "Convert a sharded or full checkpoint to a folder that transformers can load."
     example = "lit-fsdp export --ckpt runs/smoke/checkpoints/step-00000004 --out model"
     parser = verb_parser("export", text, example)
     text = "run folder (its last checkpoint), RUN/last, RUN/best, RUN/STEP, or a checkpoint folder"
     parser.add_argument("--ckpt", required=True, type=Path, help=text)
     parser.add_argument("--out", required=True, type=Path, help="folder to create")
-    text = "dtype of the weights; default: as trained; merged: as the base"
+    text = "dtype of the weights; default: as trained; with --merge: as the base"
     parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), help=text)
     parser.add_argument("--max_shard_gib", type=float, default=5.0, help="largest weight file in GiB (default 5)")
-    text = "load the folder again and compare keys, tensors and logits before it appears; needs memory for two models"
+    text = "reload the export and compare keys, tensors and logits before publishing it; needs memory for two models"
     parser.add_argument("--verify", action="store_true", help=text)
     of_lora = parser.add_mutually_exclusive_group()
-    of_lora.add_argument("--adapter", action="store_true", help="of a run with model.lora: the adapter only (default)")
-    of_lora.add_argument("--merge", action="store_true", help="of a run with model.lora: a whole model")
-    parser.add_argument("--base", help="where the base of adapters is now; default: where it was trained from")
-    parser.add_argument("--trust_remote_code", action="store_true", help="run Python code that comes with that base")
-    text = "the moving averages that lit_fsdp.EMAWeights has kept, in place of the weights that they are of"
+    of_lora.add_argument("--adapter", action="store_true", help="for a run with model.lora: the adapter only (default)")
+    of_lora.add_argument("--merge", action="store_true", help="for a run with model.lora: the merged model")
+    parser.add_argument("--base", help="current location of the base model of adapters; default: as in training")
+    parser.add_argument("--trust_remote_code", action="store_true", help="run Python code that ships with that base")
+    text = "export the moving averages of lit_fsdp.EMAWeights instead of the weights"
     parser.add_argument("--ema", action="store_true", help=text)
-    text = "also upload it with its model card to this repository of the Hugging Face hub, made if it is not there"
+    text = "also upload it with its model card to this repository on the Hugging Face Hub; created if missing"
     parser.add_argument("--push-to-hub", metavar="NAME", help=text)
-    parser.add_argument("--private", action="store_true", help="make that repository a private one")
+    parser.add_argument("--private", action="store_true", help="make that repository private")
     options = parse(parser, argv)
     hub_name = options.push_to_hub
     require(hub_name or not options.private, "--private", "no --push-to-hub", "both")
@@ -42,7 +42,7 @@ def run_export(argv: Sequence[str]) -> int:
     from lit_fsdp.checkpoint.run_folder import named_checkpoint
 
     check: Any = None
-    if options.verify or options.merge:  # which read models by transformers
+    if options.verify or options.merge:  # these read models with transformers
         from transformers.utils.logging import disable_progress_bar
 
         disable_progress_bar()
@@ -75,10 +75,10 @@ def run_generate(argv: Sequence[str]) -> int:
     text = "Answer a prompt, or chat line by line, with an exported model or adapter and its chat template."
     parser = verb_parser("generate", text, "lit-fsdp generate --model model --prompt 1969-07-20")
     parser.add_argument("--model", required=True, help="model folder, or folder of an adapter")
-    parser.add_argument("--base", help="base of an adapter: folder, GGUF file or hub name; default: as it says")
-    parser.add_argument("--prompt", help="what the user says; default: chat, one line of standard input after another")
+    parser.add_argument("--base", help="base of an adapter: folder, GGUF file or hub name; default: from its config")
+    parser.add_argument("--prompt", help="user message; default: chat, one message per line of standard input")
     parser.add_argument("--system", help="system message")
-    parser.add_argument("--max_new_tokens", type=int, default=256, help="longest answer in tokens (default 256)")
+    parser.add_argument("--max_new_tokens", type=int, default=256, help="maximum answer length in tokens (default 256)")
     options = parse(parser, argv)
     from transformers.utils.logging import disable_progress_bar
 

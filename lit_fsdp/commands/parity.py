@@ -1,4 +1,4 @@
-"""``lit-fsdp parity``: whether two recipes, or a recipe and a plain PyTorch loop, train alike; else, what differs."""
+"""``lit-fsdp parity``: compare training of two recipes, or of a recipe and a plain PyTorch loop."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from lit_fsdp.errors import require
 def run_parity(argv: Sequence[str]) -> int:
     """Run ``lit-fsdp parity`` and return the exit code: 1 if the two sides differ, or a run failed."""
     text = (
-        "Whether two recipes train alike, or a recipe and a plain PyTorch loop: loss, gradient norm and weights after "
-        "each step. If not, one choice after the other is turned until one can be named. Both sides have the model "
-        "and the rows of --config, flags hold for both, and all is in miniature unless --full is given."
+        "Compare loss, gradient norm and weights after each step of two recipes, or of a recipe and a plain PyTorch "
+        "loop. If they differ, options are changed one after the other to find the cause. Both sides use the model and "
+        "the rows of --config, flags apply to both, and everything runs in miniature without --full."
     )
     example = "lit-fsdp parity --config recipes/quickstart.yaml --against plain"
     parser = verb_parser("parity", text, example, RECIPE)
-    parser.add_argument("--against", default="plain", help="a recipe, a fragment over the first, or plain (default)")
+    parser.add_argument("--against", default="plain", help="a recipe, a fragment for the first, or plain (default)")
     parser.add_argument("--steps", type=int, default=5, help="optimizer steps to compare; default: 5")
-    parser.add_argument("--full", action="store_true", help="the recipe's own model, rows, batches and devices")
+    parser.add_argument("--full", action="store_true", help="use the recipe's own model, rows, batches and devices")
     parser.add_argument("--json", action="store_true", help="JSON instead of tables on standard output")
     options, words = parser.parse_known_args(argv)
     require(options.steps >= 1, "--steps", options.steps, "a number of optimizer steps >= 1", "write --steps 5")
@@ -42,7 +42,7 @@ def run_parity(argv: Sequence[str]) -> int:
     if is_plain:
         allowed, fix = "what a loop over single rows can train", "compare with a recipe: --against OTHER.yaml"
         require(not isinstance(runs[0].model, PreferenceModelConfig), "model.class_path", PREFERENCE, allowed, fix)
-        require(not runs[0].data.streaming, "data.streaming", "true", f"{allowed} in an order of its own", fix)
+        require(not runs[0].data.streaming, "data.streaming", "true", f"{allowed} in a fixed order", fix)
     from lit_fsdp.cli import resolved_recipe
     from lit_fsdp.parity.choices import RunRefused, flat, plain_side, turns, with_shared
     from lit_fsdp.parity.trace import compare
@@ -62,7 +62,7 @@ def run_parity(argv: Sequence[str]) -> int:
             print(refused, file=sys.stderr)
             return 1
     sizes = {turn.name: turn.found.largest for turn in turned}
-    # what makes a difference of its own; where each is within its tolerance, the largest
+    # choices that alone exceed the tolerance; if none does, the one with the largest difference
     names = [name for name, size in sizes.items() if size > 1] or sorted(sizes, key=sizes.__getitem__)[-1:]
     if options.json:
         record = dataclasses.asdict(comparison) | {"turned": [dataclasses.asdict(turn) for turn in turned]}
@@ -74,7 +74,7 @@ def run_parity(argv: Sequence[str]) -> int:
 
 
 def _words_against(path: str, words: Sequence[str]) -> list[str]:
-    """The words of the other side: a fragment goes over the files of the first one, a recipe in their place."""
+    """The command line of the other side: a fragment is added to the files of the first, a recipe replaces them."""
     content = read_yaml(Path(path))
     if not ({"name", "class_path"} & set(content.get("model") or {}) and content.get("data")):
         return [*words, f"--config={path}"]
@@ -84,7 +84,7 @@ def _words_against(path: str, words: Sequence[str]) -> list[str]:
 
 
 def _miniature(run: Any) -> list[str]:
-    """The smoke fragment, with one rank or several, and accumulation or none, as the recipe has it."""
+    """The smoke fragment; like the recipe with one rank or several, and with or without accumulation."""
     ranks = 1 if run.world_size == 1 else 2
     accumulates = accumulation_steps(run.data, run.data_ranks, run.trainer["accumulate_grad_batches"]) > 1
     batch = ["--data.global_batch_size=4", f"--data.micro_batch_size={1 if accumulates else 4 // ranks}"]
@@ -92,7 +92,7 @@ def _miniature(run: Any) -> list[str]:
 
 
 def _runner(folder: Path, words: Sequence[str]) -> Callable[[dict[str, Any]], Any]:
-    """Make the function that trains a recipe as ``fit`` does, each one once, and returns its trace."""
+    """Build the function that trains each distinct recipe once, as ``fit`` does, and returns its trace."""
     import torch
     import yaml
 
@@ -118,7 +118,7 @@ def _runner(folder: Path, words: Sequence[str]) -> Callable[[dict[str, Any]], An
 
 
 def _train_plain(recipe: dict[str, Any], steps: int) -> Any:
-    """Start the plain loop on the weights, and the rows in the order, that a recipe starts on; its trace."""
+    """Run the plain loop with the initial weights and the row order of a recipe, and return its trace."""
     import torch
 
     from lit_fsdp import CausalLMDataModule, CausalLMModule

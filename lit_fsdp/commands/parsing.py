@@ -1,4 +1,4 @@
-"""Flags of the verbs that have their own, never abbreviated, and the tables and sizes that verbs print."""
+"""Parsers for verbs with their own flags (without abbreviations), and tables that verbs print."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from lit_fsdp.config.words import meant_flag, underscored
 from lit_fsdp.errors import ConfigError, require
 
 RECIPE = "--config RECIPE.yaml [--key value ...] [options]"
-"""The usage of a verb that reads a recipe."""
+"""Usage of verbs that read a recipe."""
 PARSERS: dict[str, argparse.ArgumentParser] = {}
-"""Of the verbs that have been called in this process."""
+"""Parsers of the verbs called in this process."""
 
 
 class _Parser(argparse.ArgumentParser):
-    """Raises whatever is wrong; ``exit_on_error=False`` alone still exits on a missing or surplus argument."""
+    """Raises all errors; ``exit_on_error=False`` alone still exits on missing or surplus arguments."""
 
     example = ""
 
     def format_help(self) -> str:
-        """With an example at the end, on a line of its own to be copied, which an epilog would wrap."""
+        """Append the example on a separate line for copying; an epilog would wrap it."""
         return f"{super().format_help()}\n{example_lines(self.example)}"
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """With ``~`` and ``${VAR}`` of paths expanded."""
+        """Expand ``~`` and ``${VAR}`` in paths."""
         options, rest = super().parse_known_args(_declared(self, args or ()), namespace)
         for name, value in vars(options).items():
             if isinstance(value, (str, Path)) and name not in ("prompt", "system"):
@@ -44,8 +44,8 @@ class _Parser(argparse.ArgumentParser):
 def verb_parser(verb: str, text: str, example: str, usage: str | None = None) -> argparse.ArgumentParser:
     """Build a parser for one verb that raises :class:`ConfigError` instead of exiting.
 
-    ``example`` is a command line that works in a checkout, at most 78 characters long; ``usage`` stands behind the
-    verb, by default its flags.
+    ``example`` is a command line that works in a checkout, at most 78 characters long; ``usage`` follows the verb and
+    defaults to its flags.
     """
     parser = _Parser(f"lit-fsdp {verb}", description=text, allow_abbrev=False, epilog="Exit codes: 0, 1, 2.")
     parser.usage = f"{parser.prog} {usage}" if usage else None
@@ -60,7 +60,7 @@ def example_lines(example: str) -> str:
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the flags of a verb that reads no recipe; an unknown flag raises an error that names the nearest one."""
+    """Parse the flags of a verb without a recipe; the error for an unknown flag suggests the nearest flag."""
     flags = [flag for action in parser._actions for flag in action.option_strings]
     for name in (word.partition("=")[0] for word in _declared(parser, argv) if word.startswith("--")):
         near = meant_flag(name, flags) or "".join(difflib.get_close_matches(name, flags, n=1, cutoff=0.5))
@@ -70,21 +70,21 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Name
 
 
 def _declared(parser: argparse.ArgumentParser, argv: Sequence[str]) -> list[str]:
-    """The words with flags of ``parser`` spelled as it declares them; ``-`` and ``_`` are the same."""
+    """Return the words with the flags spelled as ``parser`` declares them; ``-`` and ``_`` are equivalent."""
     names = {underscored(flag): flag for action in parser._actions for flag in action.option_strings}
     parts = [underscored(word).partition("=") if word.startswith("--") else (word, "", "") for word in argv]
     return [names.get(name, name) + equals + value for name, equals, value in parts]
 
 
 def flags_of(parser: argparse.ArgumentParser) -> list[str]:
-    """Names of a verb's own flags, for the error about one that does not exist."""
+    """Names of a verb's own flags, for the error about an unknown flag."""
     return [action.dest for action in parser._actions if action.dest != "help"]
 
 
 def refuse_two_values(short: Mapping[str, tuple[str, Any]], words: Sequence[str], also: Sequence[str]) -> None:
-    """Refuse a flag of the recipe, in whichever form, that differs from the verb's own flag for the same key.
+    """Refuse a recipe flag, in any form, that differs from the verb's own flag for the same key.
 
-    ``short`` holds by key of the recipe the verb's flag and the value that it gives; for ``also`` see ``load_recipe``.
+    ``short`` maps a recipe key to the verb's flag and its value; for ``also`` see ``load_recipe``.
     """
     from lit_fsdp.config.command_line import read_command_line
     from lit_fsdp.config.parser import values_of_flags
@@ -93,20 +93,20 @@ def refuse_two_values(short: Mapping[str, tuple[str, Any]], words: Sequence[str]
     for key, (flag, value) in short.items():
         beside = given.get(key)
         fits = beside in (None, "auto", -1) or str(beside) == str(value)
-        require(fits, flag, f"{value} with --{key} {beside}", "one of the two, or one value", f"drop --{key}")
+        require(fits, flag, f"{value} with --{key} {beside}", "only one of them, or equal values", f"drop --{key}")
 
 
 def run_one_of(name: str, verbs: Mapping[str, tuple[str, Callable[[Sequence[str]], int]]], argv: Sequence[str]) -> int:
-    """Run the verb that ``argv`` begins with, of those below ``lit-fsdp name``, and return its exit code.
+    """Run the subcommand of ``lit-fsdp name`` given by ``argv`` and return its exit code.
 
-    ``verbs`` holds what each does, in at most 68 characters, and its function.
+    ``verbs`` maps each subcommand to a description of at most 68 characters and its function.
 
     Raises:
-        ConfigError: There is no such verb; the nearest one is named.
+        ConfigError: The verb does not exist; the error suggests the nearest.
     """
     if not argv or argv[0] in ("-h", "--help", "help"):
         lines = "\n".join(f"  {verb:<10}{text}" for verb, (text, _) in verbs.items())
-        usage = f"usage: lit-fsdp {name} VERB [options]\n\n{lines}\n\nlit-fsdp {name} VERB --help explains one of them"
+        usage = f"usage: lit-fsdp {name} VERB [options]\n\n{lines}\n\nlit-fsdp {name} VERB --help explains a verb"
         print(usage, file=sys.stdout if argv else sys.stderr)
         return 0 if argv else 2
     if argv[0] not in verbs:
@@ -116,7 +116,7 @@ def run_one_of(name: str, verbs: Mapping[str, tuple[str, Callable[[Sequence[str]
 
 
 def columns(lines: Sequence[Sequence[str]], right: Sequence[str] = ()) -> str:
-    """Align lines of cells as text; the first line is the head, ``right`` names its columns of numbers."""
+    """Align lines of cells as text; the first line is the header, ``right`` names the columns to align right."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     aligned = [f"{'>' if head in right else '<'}{width}" for head, width in zip(lines[0], widths, strict=True)]
     return "\n".join("  ".join(map(format, cells, aligned)).rstrip() for cells in lines)

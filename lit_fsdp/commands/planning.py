@@ -1,5 +1,5 @@
-"""Before anything is trained: ``audit``, what a recipe would do; ``plan``, whether it fits and how fast it may be;
-``model prepare``, fetch its model.
+"""Verbs before training: ``audit`` shows what a recipe would do, ``plan`` estimates memory and speed, and
+``model prepare`` fetches its model.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from lit_fsdp.host import size_words
 
 def run_audit(argv: Sequence[str]) -> int:
     """Run ``lit-fsdp audit`` and return the exit code."""
-    text = "The FSDP units, mesh, dtypes and bytes per rank of a recipe, without weights and without training."
+    text = "Show the FSDP units, mesh, dtypes and bytes per rank of a recipe, without weights or training."
     example = "lit-fsdp audit --config recipes/llama3.1-8b_full_fsdp2_8x80gb.yaml --ranks 16"
     parser = verb_parser("audit", text, example, RECIPE)
-    parser.add_argument("--ranks", type=int, help="all ranks of the run; default: the recipe's devices and nodes")
-    parser.add_argument("--nodes", type=int, help="nodes they are spread over; default: 1 with --ranks")
+    parser.add_argument("--ranks", type=int, help="total ranks of the run; default: the recipe's devices and nodes")
+    parser.add_argument("--nodes", type=int, help="number of nodes; default: 1 with --ranks")
     parser.add_argument("--json", action="store_true", help="JSON instead of tables on standard output")
     options, words = parser.parse_known_args(argv)
     from lit_fsdp.audit import audit_recipe, print_recipe_audit
@@ -45,9 +45,9 @@ def run_audit(argv: Sequence[str]) -> int:
 def _loaded(
     parser: argparse.ArgumentParser, words: list[str], ranks: int | None, nodes: int | None, flag: str
 ) -> LoadedRecipe:
-    """The recipe, on other ranks than its own where they are given by ``flag``, with our own model and strategy."""
+    """Load a recipe with our own model and strategy, on the number of ranks given by ``flag``, if any."""
     also = parsing.flags_of(parser)
-    require(ranks or not nodes, "--nodes", f"{nodes} without {flag}", "both, or neither", f"add {flag} N")
+    require(ranks or not nodes, "--nodes", f"{nodes} without {flag}", "both or neither", f"add {flag} N")
     if ranks is not None:
         nodes = nodes or 1
         spread = ranks >= nodes >= 1 and ranks % nodes == 0
@@ -59,38 +59,38 @@ def _loaded(
     run = loaded.run
     fix = f"add {flag} N to the command"
     require(run.world_size, "trainer.devices", run.trainer["devices"], "a number of ranks", fix)
-    given, allowed = f"somebody else's {', '.join(run.foreign)}", "lit_fsdp's own model and strategy"
+    given, allowed = f"a third-party {', '.join(run.foreign)}", "lit_fsdp's own model and strategy"
     require(not run.foreign - {"data"}, parser.prog.rpartition(" ")[2], given, allowed)
     return loaded
 
 
 def run_plan(argv: Sequence[str]) -> int:
     """Run ``lit-fsdp plan`` and return the exit code: 1 if nothing fits."""
-    text = "Whether a recipe fits: bytes per rank, the largest micro-batch, seconds per step, and what to choose."
+    text = "Estimate whether a recipe fits: bytes per rank, largest micro-batch, seconds per step, best settings."
     example = "lit-fsdp plan --config recipes/qwen3-8b_full_fsdp2_4x80gb.yaml --gpu h100-80gb"
     parser = verb_parser("plan", text, example, RECIPE)
-    parser.add_argument("--gpu", help="a GPU by name: h100-80gb, a100-40gb, rtx4090, ...")
+    parser.add_argument("--gpu", help="name of the GPU: h100-80gb, a100-40gb, rtx4090, ...")
     parser.add_argument("--memory", type=float, metavar="GIB", help="memory of a GPU in GiB; default: that of --gpu")
     parser.add_argument(
         "--host-memory", type=float, metavar="GIB", default=math.inf, help="host memory of a node in GiB"
     )
-    parser.add_argument("--gpus", type=int, help="all GPUs of the run; default: the recipe's devices and nodes")
-    parser.add_argument("--nodes", type=int, help="nodes they are spread over")
-    parser.add_argument("--gpus-per-node", type=int, help="GPUs of a node; default: --gpus / --nodes")
-    parser.add_argument("--search", action="store_true", help="judge every combination, the fastest first")
-    parser.add_argument("--write", type=Path, metavar="OUT.yaml", help="write the recipe as it is recommended")
-    parser.add_argument("--savings", action="store_true", help="only what takes less memory: bytes, and flags to paste")
+    parser.add_argument("--gpus", type=int, help="total GPUs of the run; default: the recipe's devices and nodes")
+    parser.add_argument("--nodes", type=int, help="number of nodes")
+    parser.add_argument("--gpus-per-node", type=int, help="GPUs per node; default: --gpus / --nodes")
+    parser.add_argument("--search", action="store_true", help="evaluate all combinations, fastest first")
+    parser.add_argument("--write", type=Path, metavar="OUT.yaml", help="write the recommended recipe")
+    parser.add_argument("--savings", action="store_true", help="only options that save memory, with flags to paste")
     parser.add_argument("--json", action="store_true", help="JSON instead of tables on standard output")
     options, words = parser.parse_known_args(argv)
-    require(not (options.savings and options.json), "--json", "beside --savings", "one of the two")
+    require(not (options.savings and options.json), "--json", "with --savings", "only one of them")
     if options.gpu or options.memory:
         words.append("--trainer.accelerator=gpu")
     gpus, nodes, each = options.gpus, options.nodes, options.gpus_per_node
     if each:
         nodes = nodes or max(1, (gpus or each) // each)
         gpus = nodes * each if gpus is None else gpus
-        fits = gpus == nodes * min(each, gpus)  # a single node may be used in part
-        numbers, allowed = f"{each} on {nodes} node(s) for {gpus} GPUs", "--gpus / --nodes; leave one of the three out"
+        fits = gpus == nodes * min(each, gpus)  # a single node may be used partially
+        numbers, allowed = f"{each} on {nodes} node(s) for {gpus} GPUs", "--gpus / --nodes; omit one of the three"
         require(fits, "--gpus-per-node", numbers, allowed)
     run = _loaded(parser, words, gpus, nodes, "--gpus").run
     ranks = run.data_ranks
@@ -98,19 +98,19 @@ def run_plan(argv: Sequence[str]) -> int:
     check_accumulation(run.strategy, steps, STRATEGY, f"data.micro_batch_size: {steps * run.data.micro_batch_size}")
     data = dataclasses.replace(run.data, global_batch_size=steps * run.data.micro_batch_size * ranks)
     run = dataclasses.replace(run, data=data, trainer={**run.trainer, "accumulate_grad_batches": None})
-    gc.set_threshold(100_000)  # little is thrown away, and looking for it takes a fifth of the time
+    gc.set_threshold(100_000)  # there is little garbage, and collecting it takes a fifth of the time
     from lit_fsdp.plan import memory, search
 
     gpu = _gpu(options.gpu) if options.gpu else None
     gib = options.memory or (gpu.memory_gib if gpu else None)
     is_sized = gib or not (options.search or options.write)
-    require(is_sized, "--search, --write", "no size of a GPU", "--gpu NAME or --memory GIB", "add --gpu h100-80gb")
+    require(is_sized, "--search, --write", "no GPU memory size", "--gpu NAME or --memory GIB", "add --gpu h100-80gb")
     found = memory.rank_memory(run)
     if options.savings:
         lighter = [(size_words(one["num_bytes"]), one["remark"], one["flags"]) for one in search.savings(run)]
-        lighter = lighter or [("-", "no other choice of the planner", "-")]
-        print(f"predicted per rank at the highest moment ({found.step.moment}): {size_words(found.peak)}.")
-        print("Each of these by itself takes less, in the order to try them:")
+        lighter = lighter or [("-", "no other option of the planner", "-")]
+        print(f"predicted peak per rank ({found.step.moment}): {size_words(found.peak)}.")
+        print("Each of these options alone needs less memory, in the order to try:")
         print(columns([("less", "what changes", "to paste"), *lighter], right=("less",)))
         return 0
     taken, host, host_gib = memory.step_time(run, gpu), memory.host_memory(run), options.host_memory
@@ -130,7 +130,7 @@ def run_plan(argv: Sequence[str]) -> int:
         record["experts"], degree = sent, int(sent["degree"])
         better = "expert_parallel: 1" if sent["weights"] <= sent["tokens"] else f"expert_parallel: {degree}"
         lines.append(
-            f"experts make a rank send {size_words(sent['weights'])} of weights per step, or with expert_parallel: "
+            f"for the experts a rank sends {size_words(sent['weights'])} of weights per step, or with expert_parallel: "
             f"{degree} {size_words(sent['tokens'])} of tokens and weights; {better} sends less"
         )
     if host_gib < math.inf:
@@ -145,9 +145,9 @@ def run_plan(argv: Sequence[str]) -> int:
             f"exposed; {taken['tokens_per_second']:,.0f} tokens/s"
         )
     elif gpu is not None:
-        lines.append("seconds per step: no operations are known for this architecture, or no rate for this precision")
+        lines.append("seconds per step: unknown FLOPs of this architecture, or unknown rate of this precision")
     if gib is None:
-        lines.append("add --gpu h100-80gb, or another, for seconds per step, the largest micro-batch and a choice")
+        lines.append("add --gpu h100-80gb, or another, for seconds per step, the largest micro-batch and settings")
     best = None
     if gib is not None:
         room, rows = found.room(gib), search.largest_rows(run, gib)
@@ -162,10 +162,10 @@ def run_plan(argv: Sequence[str]) -> int:
             text = "{} needs at least {:.1f} GiB, and {:.0f} of the host"
             lines += [text.format(one["choice"], one["peak"] / 2**30, one["host"] / 2**30) for one in too_large]
     if best is not None:
-        changes = "".join(f"\n  {flag}" for flag in search.flags_of(best["changes"])) or " (as the recipe has it)"
+        changes = "".join(f"\n  {flag}" for flag in search.flags_of(best["changes"])) or " (same as the recipe)"
         lines.append(f"recommended: {best['choice']}, micro-batch {best['micro_batch_size']}{changes}")
     elif gib is not None:
-        lines.append(f"nothing fits into {gib:g} GiB: take more GPUs, larger ones, a shorter data.max_seq_length")
+        lines.append(f"nothing fits into {gib:g} GiB: use more or larger GPUs, or a shorter data.max_seq_length")
     if options.write and best is not None:
         batch = {"data.global_batch_size": run.data.global_batch_size, "trainer.accumulate_grad_batches": None}
         words += [word for flag in search.flags_of({**best["changes"], **batch}) for word in flag.split(" ", 1)]
@@ -181,9 +181,9 @@ def _gpu(name: str) -> Any:
     from lit_fsdp.metrics.hardware import gpus
 
     known = {gpu.name: gpu for gpu in gpus()}
-    near = [one for one in known if one.startswith(name.lower())]  # h100: of 80 GB, or the one with 94
+    near = [one for one in known if one.startswith(name.lower())]  # h100: 80 GB or 94 GB
     near = near or difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.3)
-    fix = f"write {near[0]}; or --memory GIB for any other" if near else "write --memory GIB"
+    fix = f"write {near[0]}; or --memory GIB for other GPUs" if near else "write --memory GIB"
     require(name.lower() in known, "--gpu", name, ", ".join(near or known), fix)
     return known[name.lower()]
 
@@ -196,22 +196,22 @@ def _memory_table(found: Any, host: Mapping[str, int]) -> str:
         (f"parameters{where}", found.parameters),
         (f"optimizer state{where}", found.optimizer),
         (f"gradients{where}", found.gradients if found.offloads else step.gradients),
-        ("activations that all blocks keep", step.kept),
-        ("one block at work, at its highest moment", step.block),
-        ("head, logits and loss, at their highest moment", step.loss),
+        ("saved activations of all blocks", step.kept),
+        ("peak of one active block", step.block),
+        ("peak of head, logits and loss", step.loss),
         ("gathered weights, in use and prefetched", step.gathered),
         ("gradients being reduced", step.reduced),
         ("framework (assumed: context, NCCL, cuBLAS)", OVERHEAD_BYTES),
-        (f"highest moment ({step.moment}), on the device", found.peak + OVERHEAD_BYTES),
+        (f"peak on the device ({step.moment})", found.peak + OVERHEAD_BYTES),
         ("between steps", found.parameters + found.optimizer + found.gradients),
         ("while loading", found.parameters + found.largest_tensor),
-        ("host of a node: what cpu_offload keeps there", host["state"]),
+        ("host of a node: state of cpu_offload", host["state"]),
         ("host of a node: rounding of its pinned blocks", host["rounding"]),
-        ("host of a node: copy for saves in the background", host["staged"]),
+        ("host of a node: copy for background saves", host["staged"]),
         ("host of a node: processes (assumed)", host["processes"]),
-        ("host of a node, in all", host["total"]),
+        ("host of a node, total", host["total"]),
     ]
-    rows = [("bytes of the rank that holds most", "GiB"), *((kind, f"{size / 2**30:.2f}") for kind, size in kinds)]
+    rows = [("bytes of the largest rank", "GiB"), *((kind, f"{size / 2**30:.2f}") for kind, size in kinds)]
     return columns(rows, right=("GiB",))
 
 
@@ -227,14 +227,14 @@ def _search_table(results: Sequence[dict[str, Any]]) -> str:
 
 def run_model(argv: Sequence[str]) -> int:
     """Run ``lit-fsdp model prepare`` and return the exit code."""
-    text = "fetch or convert a model and its tokenizer into the caches"
+    text = "download or convert a model and its tokenizer into the caches"
     return parsing.run_one_of("model", {"prepare": (text, _prepare)}, argv)
 
 
 def _prepare(argv: Sequence[str]) -> int:
     text = (
-        "Fetch a model and its tokenizer from the hub, or convert them, into the caches that a run reads: on a login "
-        "node, say, for compute nodes without a network. What is there already is only looked at."
+        "Download a model and its tokenizer from the Hub, or convert them, into the caches that a run reads, e.g. on a "
+        "login node for compute nodes without a network. Existing cache entries are reused."
     )
     example = "lit-fsdp model prepare --name HuggingFaceTB/SmolLM2-135M-Instruct"
     parser = verb_parser("model prepare", text, example, RECIPE)
@@ -247,5 +247,5 @@ def _prepare(argv: Sequence[str]) -> int:
 
     setup_logging()
     for what, folder in prepare_model(config).items():
-        print(f"{what:<10}{folder or 'made here, nothing to fetch'}")
+        print(f"{what:<10}{folder or 'made here, nothing to download'}")
     return 0

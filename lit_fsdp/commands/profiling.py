@@ -1,4 +1,4 @@
-"""``profile``: where the time of a step goes, by a few steps of the recipe's own run under torch.profiler."""
+"""``profile``: profile a few steps of a recipe with torch.profiler."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from lit_fsdp.host import is_first_process
 def run_profile(argv: Sequence[str]) -> int:
     """Run ``lit-fsdp profile`` and return the exit code."""
     text = (
-        "Where the time of a step goes: a Chrome trace per rank (for ui.perfetto.dev or chrome://tracing), and a table "
-        "of computing, communication, exposed communication and idle time for each phase. A few steps are trained "
-        "as fit does it, and nothing is saved but that, in profile/ of the run folder."
+        "Profile the time of a step: a Chrome trace per rank (for ui.perfetto.dev or chrome://tracing), and a table of "
+        "computing, communication, exposed communication and idle time for each phase. A few steps are trained as in "
+        "fit, and only the profile is saved, in profile/ of the run folder."
     )
     example = "lit-fsdp profile -c recipes/quickstart.yaml -c configs/debug/smoke.yaml"
     parser = verb_parser("profile", text, example, RECIPE)
-    parser.add_argument("--steps", type=int, default=3, help="optimizer steps in the window, after two; default: 3")
+    parser.add_argument("--steps", type=int, default=3, help="optimizer steps to profile, after two others; default: 3")
     parser.add_argument("--json", action="store_true", help="JSON instead of tables on standard output")
     options, words = parser.parse_known_args(argv)
     from lit_fsdp.metrics.trace import WARMUP_STEPS, advice
@@ -44,7 +44,7 @@ def run_profile(argv: Sequence[str]) -> int:
         return found
 
     changes = {"logger": "false", "default_root_dir": folder, "max_epochs": trainer["max_epochs"] or -1}
-    if trainer["max_steps"] > 0:  # at least its own, to which warm-up and schedule fit
+    if trainer["max_steps"] > 0:  # at least the recipe's, which fits its warm-up and schedule
         changes |= {"max_steps": max(trainer["max_steps"], options.steps + WARMUP_STEPS), "max_epochs": -1}
     code = run_training_verb("fit", [*words, *quiet_flags(changes)], callbacks)
     if code or not is_first_process():
@@ -55,7 +55,7 @@ def run_profile(argv: Sequence[str]) -> int:
     if options.json:
         print(json.dumps({"ranks": records, "advice": advice(records)}, indent=1))
     else:
-        heads = ("operator of rank 0, by itself", "ms", "calls")
+        heads = ("operator of rank 0, self time", "ms", "calls")
         cells = [(name[:64], f"{ms:.1f}", f"{calls:.0f}") for name, ms, calls in records[0]["operators"]]
         tables = [*(_phases(rank, record) for rank, record in enumerate(records)), columns([heads, *cells], heads[1:])]
         print("\n\n".join([*tables, "\n".join(advice(records))]))

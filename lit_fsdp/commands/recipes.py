@@ -1,4 +1,4 @@
-"""``recipes ls|show|cp``: the recipes and fragments that ship with the project."""
+"""``recipes ls|show|cp``: the recipes and fragments included in the project."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _TITLE = re.compile(r"# .+ \((?P<parameters>.+) parameters\), [\w-]+ fine-tune, 
 def run_recipes(argv: Sequence[str]) -> int:
     """Run ``lit-fsdp recipes`` and return the exit code."""
     verbs = {
-        "ls": ("the recipes, then the fragments, that ship", _ls),
-        "show": ("print one", _show),
-        "cp": ("copy one to change it; default: into this folder", _cp),
+        "ls": ("list the included recipes and fragments", _ls),
+        "show": ("print a recipe or fragment", _show),
+        "cp": ("copy a recipe or fragment, by default into this folder", _cp),
     }
     return run_one_of("recipes", verbs, argv)
 
 
 def _ls(argv: Sequence[str]) -> int:
-    parse(verb_parser("recipes ls", "What ships: whole runs, then fragments.", "lit-fsdp recipes ls"), argv)
+    parse(verb_parser("recipes ls", "List the included recipes, then the fragments.", "lit-fsdp recipes ls"), argv)
     files = shipped_files("recipes", ".yaml")
     rows = sorted((recipe_row(name, file) for name, file in files.items()), key=by_model)
     cells = [("recipe", "parameters", "hardware"), *(tuple(str(cell or "-") for cell in row.values()) for row in rows)]
@@ -59,7 +59,7 @@ def _cp(argv: Sequence[str]) -> int:
 
 
 def recipe_row(name: str, file: Path) -> dict[str, str | None]:
-    """Read the first line of a recipe; its devices where it has no such line."""
+    """Read the title line of a recipe; without a title use its devices."""
     title = _TITLE.fullmatch(file.read_text(encoding="utf-8").split("\n", 1)[0])
     return {
         "name": name,
@@ -69,7 +69,7 @@ def recipe_row(name: str, file: Path) -> dict[str, str | None]:
 
 
 def by_model(row: Mapping[str, str | None]) -> tuple[str, float, str]:
-    """The key that sorts rows by family, then size."""
+    """Sort key: family, then size."""
     family, size = str(row["name"]).partition("-")[0], str(row["parameters"] or "0M")
     return family, float(size[:-1]) * {"M": 1, "B": 1000}[size[-1]], str(row["name"])
 
@@ -78,7 +78,7 @@ def find_shipped(name: str) -> Path:
     """Find the file of a recipe or fragment.
 
     Raises:
-        ConfigError: There is none; near names are given.
+        ConfigError: It does not exist; the error suggests similar names.
     """
     found, near = shipped_file(name)
     fix = f"write {near[0]}" if near else "lit-fsdp recipes ls"

@@ -1,4 +1,4 @@
-"""``report``: the page of a run folder, or of several beside each other."""
+"""``report``: write the report of a run folder, or a comparison of several."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from lit_fsdp.errors import require
 
 def run_report(argv: Sequence[str]) -> int:
     """Run ``lit-fsdp report`` and return the exit code."""
-    text = "Write the page that ends each fit anew, of a killed run too, or one page that compares runs."
+    text = "Rewrite the report of a run, also of a killed one, or write a page that compares several runs."
     parser = verb_parser("report", text, "lit-fsdp report runs/smoke")
     parser.add_argument("runs", metavar="RUN", type=Path, nargs="+", help="run folders")
-    parser.add_argument("-o", "--out", type=Path, help="file; default: report.html in RUN, of several beside the first")
+    parser.add_argument("-o", "--out", type=Path, help="file; default: report.html in RUN, or next to the first RUN")
     options = parse(parser, argv)
     from lit_fsdp.report.page import NAME, read_run, write_page
 
     runs = [read_run(folder) for folder in options.runs]
     for run in runs:
-        given = f"{run.folder}, which has no step in a metrics.csv"
-        fix = "name the trainer.default_root_dir of a fit; trainer.log_every_n_steps: 1 lets it log every step"
+        given = f"{run.folder}, which has no step in metrics.csv"
+        fix = "name the trainer.default_root_dir of a fit; set trainer.log_every_n_steps: 1 to log every step"
         require(run.metrics, "RUN", given, "a run folder with logged steps", fix)
     names = [run.folder.resolve().name for run in runs]
     others = names[1] if len(runs) == 2 else f"{len(runs) - 1}-more"

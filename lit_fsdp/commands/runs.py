@@ -1,4 +1,4 @@
-"""Short runs of ``fit`` in processes of their own, for the verbs that compare some."""
+"""Short runs of ``fit`` in separate processes, for verbs that compare runs."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from lit_fsdp.signals import EXIT_STOPPED
 
 
 def quiet_flags(changes: Mapping[str, Any]) -> list[str]:
-    """Flags that let a recipe train without validation, checkpoints and bar, and with ``changes`` of ``trainer``."""
+    """Flags that disable validation, checkpoints and the progress bar, plus ``changes`` of ``trainer``."""
     quiet = {"enable_checkpointing": "false", "enable_progress_bar": "false", "limit_val_batches": 0}
     return [f"--trainer.{name}={value}" for name, value in {**quiet, **changes}.items()]
 
 
 def run_fit(folder: Path, words: Sequence[str]) -> str:
-    """Run ``fit`` with ``folder`` as its run folder and log.txt in it; return the error that ended it, empty if none.
+    """Run ``fit`` with ``folder`` as run folder and its log in log.txt; return the final error, or an empty string.
 
     SIGTERM and Ctrl-C end both this process and the run.
     """

@@ -1,4 +1,4 @@
-"""``slurm render|submit``: a recipe as a job of a SLURM cluster."""
+"""``slurm render|submit``: run a recipe as a job on a SLURM cluster."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 _EXAMPLE = "lit-fsdp slurm {} -c recipes/quickstart.yaml -c configs/debug/smoke.yaml"
 _TEXTS = {
-    "render": "print the sbatch file of a recipe; on standard error what is wrong",
-    "submit": "submit it unless something is wrong, and print the job's number",
+    "render": "print the sbatch file of a recipe; problems go to standard error",
+    "submit": "submit it unless checks fail, and print the job ID",
 }
 _FLAGS = ("time", "partition", "account", "container")
 _SIZES = {"nodes": ("slurm.nodes", "trainer.num_nodes"), "gpus_per_node": ("slurm.gpus_per_node", "trainer.devices")}
@@ -32,14 +32,14 @@ def run_slurm(argv: Sequence[str]) -> int:
 
 
 def _render_or_submit(verb: str, argv: Sequence[str]) -> int:
-    text = "A recipe as a job of a SLURM cluster; every key of the recipe is a flag too."
+    text = "Run a recipe as a job on a SLURM cluster; all recipe keys are flags, too."
     parser = verb_parser(f"slurm {verb}", text, _EXAMPLE.format(verb), RECIPE)
     parser.add_argument("--nodes", type=int, help="nodes of the job: slurm.nodes and trainer.num_nodes")
     parser.add_argument("--gpus-per-node", type=int, help="GPUs per node, one process each; trainer.devices follows")
     for name in _FLAGS:
         parser.add_argument(f"--{name}", help=f"slurm.{name}")
     if verb == "submit":
-        parser.add_argument("--force", action="store_true", help="submit whatever the checks have found")
+        parser.add_argument("--force", action="store_true", help="submit even if checks fail")
     options, rest = parser.parse_known_args(argv)
     job, run, values = _planned(options, rest)
     from lit_fsdp.checkpoint.manifest import read_manifest
@@ -60,43 +60,43 @@ def _render_or_submit(verb: str, argv: Sequence[str]) -> int:
     number = submit(job, values)
     print(number, flush=True)
     lines = [
-        f"submitted job {number}: {job.nodes} node(s) × {job.tasks_per_node} processes; all about it: {job.folder}",
-        f"where it is  squeue -j {number}",
-        f"end it       scancel {number}",
-        f"follow it    tail -F {shlex.quote(f'{job.folder}/{number}.rank-0.log')}",
+        f"submitted job {number}: {job.nodes} node(s) × {job.tasks_per_node} processes; files: {job.folder}",
+        f"status       squeue -j {number}",
+        f"cancel       scancel {number}",
+        f"follow       tail -F {shlex.quote(f'{job.folder}/{number}.rank-0.log')}",
     ]
     print("\n".join(lines), file=sys.stderr)
     return 0
 
 
 def _planned(options: argparse.Namespace, rest: list[str]) -> tuple[Job, RunConfig, dict[str, Any]]:
-    """Plan the job of the command line; returns it, its checked recipe and the recipe's values."""
+    """Plan the job of the command line; return it, its checked recipe and the recipe's values."""
     from lit_fsdp.config.parser import load_recipe
     from lit_fsdp.launch.slurm_job import plan_job
 
     short = {f"slurm.{name}": (f"--{name}", getattr(options, name)) for name in _FLAGS}
     for name, (own, trainers) in _SIZES.items():
         flag, size = f"--{name.replace('_', '-')}", getattr(options, name)
-        short |= {own: (flag, size), trainers: (flag, size or None)}  # no GPUs: trainer.devices is that of processes
+        short |= {own: (flag, size), trainers: (flag, size or None)}  # without GPUs, trainer.devices counts processes
     short = {key: one for key, one in short.items() if one[1] is not None}
     also = [f"--{name.replace('_', '-')}" for name in vars(options)]
     refuse_two_values(short, rest, also)
     flags = [word for key, (_, value) in short.items() for word in (f"--{key}", str(value))]
     loaded = load_recipe([*rest, *flags], "fit", also)
     trainer, slurm = loaded.run.trainer, loaded.run.slurm
-    for own, trainers in _SIZES.values():  # a fragment for a cluster may say it for recipes that do not
+    for own, trainers in _SIZES.values():  # a cluster fragment may set it for recipes that do not
         size = getattr(slurm, own.partition(".")[2])
         if size and trainer.get(trainers.partition(".")[2]) in (None, "auto", -1):
             flags += [f"--{trainers}", str(size)]
     run = load_recipe([*rest, *flags], "fit", also).run
     from lit_fsdp.cli import resolved_recipe
 
-    values = resolved_recipe([*rest, *flags], "fit")  # what only Lightning knows to be wrong is refused here too
+    values = resolved_recipe([*rest, *flags], "fit")  # also refuses errors that only Lightning detects
     return plan_job(run, values.get("ckpt_path")), run, values
 
 
 def checkpoint_bytes(run: RunConfig) -> int | None:
-    """Weights and optimizer state of one checkpoint, from shapes; ``None`` where the model's config is not at hand.
+    """Bytes of weights and optimizer state of one checkpoint, from shapes; ``None`` if the model config is unavailable.
 
     Raises:
         ConfigError: Units, adapters or choices that the model does not have.
@@ -105,7 +105,7 @@ def checkpoint_bytes(run: RunConfig) -> int | None:
 
     try:
         record = audit_recipe(run)
-    except OSError:  # a hub that cannot be asked from here
+    except OSError:  # the Hub is not reachable
         return None
     except ConfigError as error:
         if run.slurm.container or run.slurm.command or error.field in ("model.name", "model.tokenizer"):

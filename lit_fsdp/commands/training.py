@@ -1,4 +1,4 @@
-"""``fit``, ``validate``, ``test`` and ``predict``: a recipe is checked before torch is imported, then run."""
+"""``fit``, ``validate``, ``test`` and ``predict``: check a recipe before torch is imported, then run it."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ def run_training_verb(verb: str, argv: list[str], callbacks: Callable[[], list[A
 
     Args:
         verb: One of :data:`EXAMPLES`.
-        argv: The words behind it.
-        callbacks: Makes those that the Trainer gets beside the recipe's, once torch may be imported.
+        argv: The command line after the verb.
+        callbacks: Builds further callbacks for the Trainer; called once torch may be imported.
 
     Raises:
-        ConfigError: A key or value that does not exist, or a rule that does not hold.
+        ConfigError: A key or value does not exist, or a rule is violated.
     """
     SIGNAL_FLAGS.can_save = verb == "fit"
-    # one task that dies of a signal makes srun end the others
+    # srun ends all tasks when a signal kills one
     if "SLURM_PROCID" in os.environ or is_launched_by_lightning():
         SIGNAL_FLAGS.install()
     shows = any(word in ("-h", "--help", "--print_config") or word.endswith(".help") for word in argv)
-    if not shows and not is_launched_by_lightning():  # a child's recipe has been checked by its parent
+    if not shows and not is_launched_by_lightning():  # the parent process has already checked the recipe
         recipe = _check(verb, argv)
         SIGNAL_FLAGS.install()
         if "trainer.strategy" not in recipe.run.foreign:
@@ -49,7 +49,7 @@ def run_training_verb(verb: str, argv: list[str], callbacks: Callable[[], list[A
     from lit_fsdp.cli import RecipeCLI
 
     if {"-h", "--help"} & set(argv):
-        with contextlib.suppress(SystemExit):  # by which jsonargparse ends
+        with contextlib.suppress(SystemExit):  # jsonargparse exits here
             RecipeCLI(args=[verb, *argv], auto_configure_optimizers=False)
         print(f"\n{example_lines(EXAMPLES[verb])}", end="")
         return 0
@@ -58,7 +58,7 @@ def run_training_verb(verb: str, argv: list[str], callbacks: Callable[[], list[A
 
 
 def _check(verb: str, argv: list[str]) -> LoadedRecipe:
-    """Check everything that needs no torch."""
+    """Check everything that does not need torch."""
     from lit_fsdp.checkpoint.run_folder import find_resume
     from lit_fsdp.config.parser import load_recipe
     from lit_fsdp.launch.launcher import adopt_step, check_launch

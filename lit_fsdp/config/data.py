@@ -1,4 +1,4 @@
-"""What is trained on: sources of rows, template, mask, batches."""
+"""Training data: sources of rows, template, mask and batches."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ COLUMNS = (
     *("system", "tools", "functions", "input", "history", "chat_template_kwargs"),
     *("labels", "completion_mask", "attention_mask"),
 )
-"""Our columns, of all row formats."""
+"""The column names of all row formats."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
 CALL = "function_call"
-"""Role of a message that holds the assistant's calls as JSON."""
+"""Role of a message with the assistant's tool calls as JSON."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TurnsConfig:
-    """``data.turns``: how a source names the keys and roles of its turns, for one that is not read by itself."""
+    """``data.turns``: keys and roles in the turns of a source, for sources that are not detected automatically."""
 
     role: str | None = None
     """Key of the role, e.g. speaker."""
     content: str | None = None
     """Key of the text, e.g. utterance."""
     reasoning_content: str | None = None
-    """Key of the thoughts."""
+    """Key of the reasoning text."""
     tool_calls: str | None = None
-    """Key of the calls."""
+    """Key of the tool calls."""
     train: str | None = None
-    """Key that says whether the turn is supervised, by true and false or 1 and 0."""
+    """Key of the flag (true or false, 1 or 0) that marks a turn as supervised."""
     roles: dict[str, str] | None = None
-    """The source's role: our role, or function_call, e.g. {bot: assistant}; further ones are read as without it."""
+    """Maps the source's roles to standard ones or function_call, e.g. {bot: assistant}; others keep the default."""
 
     def __post_init__(self) -> None:
         for theirs, ours in (self.roles or {}).items():
@@ -54,7 +54,7 @@ class TurnsConfig:
 
     @property
     def keys(self) -> dict[str, str]:
-        """Our key: the source's key."""
+        """Map from the standard key to the source's key."""
         return {name: value for name, value in vars(self).items() if name != "roles" and value is not None}
 
 
@@ -63,19 +63,19 @@ class SourceConfig:
     """One entry of ``data.train`` (or val, test, predict) with its own share, format and columns."""
 
     source: str
-    """File, glob, folder, datasets name (name:split) or generated:N."""
+    """File, glob, folder, Hub dataset (name:split) or generated:N."""
     revision: str | None = None
-    """Commit, branch or tag of a datasets name; default: its main branch as it is now."""
+    """Commit, branch or tag of a Hub dataset; default: the current main branch."""
     weight: float | None = None
-    """Share of the samples that come from here, relative to the other weights; either all sources have one or none."""
+    """Sampling weight of this source relative to the other weights; set it for all sources or for none."""
     format: RowFormat | None = None
     """Row format of this source; default: data.format."""
     columns: dict[str, str] | None = None
-    """Our column: the source's column, e.g. {messages: chat}; default: data.columns."""
+    """Maps standard column names to the source's, e.g. {messages: chat}; default: data.columns."""
     turns: TurnsConfig | None = None
     """Keys and roles of this source's turns; default: data.turns."""
     name: str | None = None
-    """Set of validation or test rows with metrics of its own beside those of all; all sources have one or none."""
+    """Name of a validation or test set with separate metrics besides the total; set it for all sources or for none."""
 
     def __post_init__(self) -> None:
         fits = self.weight is None or 0 < self.weight < float("inf")
@@ -86,17 +86,17 @@ class SourceConfig:
 
 
 Sources = str | list[str | SourceConfig]
-"""What ``data.train`` may hold."""
+"""Allowed values of ``data.train``."""
 Sets = dict[str, str | SourceConfig | list[str | SourceConfig]]
-"""What ``data.val`` and ``data.test`` may hold beside that: sources by the name of their set."""
+"""Further allowed values of ``data.val`` and ``data.test``: sources by set name."""
 
 
 def check_sources(split: str, sources: Sources | Sets | None) -> list[SourceConfig]:
-    """Check and return the entries of one split, names alone as entries of their own."""
+    """Check and return the entries of one split; a plain name becomes an entry."""
     if isinstance(sources, dict):
         wrong = next((key for key in sources if key in {field.name for field in fields(SourceConfig)}), None)
-        fix = f"write {split}: [{{source: FILE, ...}}] for one source, or other names"
-        require(wrong is None, f"{split}.{wrong}", sources, "names of sets, and none that is a key of a source", fix)
+        fix = f"write {split}: [{{source: FILE, ...}}] for one source, or rename the set"
+        require(wrong is None, f"{split}.{wrong}", sources, "set names that are not keys of a source", fix)
         parts = {name: part if isinstance(part, list) else [part] for name, part in sources.items()}
         empty = next((name for name, part in parts.items() if not part), None)
         require(empty is None, f"{split}.{empty}", "[]", "at least one source", "drop the set")
@@ -117,12 +117,12 @@ def _entry(given: str | SourceConfig | dict[str, Any]) -> SourceConfig:
         return given
     if isinstance(given, str):
         return SourceConfig(source=given)
-    turns = given.get("turns")  # which jsonargparse leaves a mapping, as it does the entries of a set
+    turns = given.get("turns")  # jsonargparse leaves it as a mapping, like the entries of a set
     return SourceConfig(**{**given, "turns": TurnsConfig(**turns) if isinstance(turns, dict) else turns})
 
 
 DEFAULT_BATCH = 16
-"""Samples per optimizer step of a recipe that says nothing."""
+"""Default number of samples per optimizer step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,65 +130,65 @@ class DataConfig:
     """The ``data`` section: arguments of :class:`lit_fsdp.CausalLMDataModule`.
 
     A source is a JSONL, JSON, text, CSV, TSV, Parquet or Arrow file (also as .gz), a glob, a folder of such files
-    (``folder:split``, split by file name) or one that ``datasets`` saved, a ``datasets`` name (``name:split``,
+    (``folder:split``, split by file name) or a folder saved by ``datasets``, a Hub dataset (``name:split``,
     ``name:configuration:split``), or ``generated:N`` for N generated chat rows. A mix is a list of sources; an entry
-    may be a mapping ``{source, weight, format, columns, turns, revision}``. Sets of val and test that have names
-    (``{easy: a.jsonl, hard: b.jsonl}``) get metrics of their own too: ``val_loss/easy`` beside ``val_loss``.
+    may be a mapping ``{source, weight, format, columns, turns, revision}``. Named validation and test sets
+    (``{easy: a.jsonl, hard: b.jsonl}``) also get separate metrics: ``val_loss/easy`` besides ``val_loss``.
     """
 
     train: Sources | None = None
     """Source or sources of the training rows."""
     val: Sources | Sets | None = None
-    """Source or sources of the validation rows, or a mapping of them by name, for metrics of each."""
+    """Source or sources of the validation rows, or a mapping from set names to sources for metrics per set."""
     test: Sources | Sets | None = None
-    """Source or sources of the test rows, or a mapping of them by name, for metrics of each."""
+    """Source or sources of the test rows, or a mapping from set names to sources for metrics per set."""
     predict: Sources | None = None
-    """Source or sources of the rows that predict scores."""
+    """Source or sources of the rows to score with predict."""
     val_split: int | float | None = None
-    """Validation rows taken from data.train, copies too: a share below 1 or a number of rows; the same in each run;
-    of few rows a share takes at least one and leaves one; 0 or null: none."""
+    """Validation rows held out from data.train, including duplicates: a share below 1 or a number of rows; the same
+    rows in each run; a share holds out at least one row and keeps at least one; 0 or null: none."""
     format: RowFormat = "auto"
-    """Row format; auto finds it from the columns."""
+    """Row format; auto detects it from the columns."""
     columns: dict[str, str] | None = None
-    """Our column: the source's column, e.g. {messages: chat}."""
+    """Maps standard column names to the source's, e.g. {messages: chat}."""
     turns: TurnsConfig | None = None
     """Keys and roles of the source's turns, e.g. {role: speaker, content: utterance, roles: {bot: assistant}}."""
     chat_template: str | None = None
     """chatml, llama3, mistral, gemma, zephyr, plain, or a file with a Jinja template; default: the tokenizer's own."""
     chat_template_kwargs: dict[str, Any] | None = None
-    """Further variables of the chat template, e.g. {enable_thinking: false}; a row's own column goes before."""
+    """Extra variables for the chat template, e.g. {enable_thinking: false}; a row's own column takes precedence."""
     supervise: Literal["all", "last", "flagged"] = "all"
-    """Loss on all assistant turns, on the last, or on those whose message says train: true; train: false never is."""
+    """Loss on all assistant turns, on the last one, or on those with train: true; train: false excludes a turn."""
     split_turns: bool = False
-    """A sample for each of these turns, with the conversation up to it as at inference, and loss on that turn alone."""
+    """Make one sample per supervised turn: the conversation up to it as at inference, with loss on that turn only."""
     train_on_prompt: bool = False
-    """Loss on every token of a conversation, the prompt too."""
+    """Compute the loss on every token of a conversation, including the prompt."""
     max_seq_length: int = 2048
-    """Longest sample in tokens; with packing the length of every pack."""
+    """Maximum sample length in tokens; with packing, the length of every pack."""
     truncation: Literal["end", "start", "drop", "error"] = "end"
-    """What is cut off a longer conversation: its end or its start, the whole row (drop), or nothing (error)."""
+    """What to remove from a longer conversation: its end or start, the whole row (drop), or nothing (error)."""
     packing: bool = False
-    """Several samples to a sequence of max_seq_length; none sees another. Batch sizes count packs; predict has none."""
+    """Pack isolated samples into sequences of max_seq_length; batch sizes count packs; predict does not pack."""
     on_bad_row: Literal["error", "drop"] = "error"
-    """A row that cannot be read or marked exactly stops the run, or is dropped, counted and named."""
+    """Whether a row that cannot be read or masked exactly stops the run (error), or is dropped, counted and logged."""
     unwritten_text: Literal["error", "allow"] = "error"
-    """A row is bad if its template leaves out a text that is not the assistant's, or a tool; allow counts such rows."""
+    """Whether a row is bad if the template omits a non-assistant text or a tool; allow keeps and counts such rows."""
     streaming: bool = False
-    """Tokenize while training and keep nothing on disk, for sources larger than it."""
+    """Tokenize during training and store nothing on disk, for sources larger than the disk."""
     shuffle_window: int = 10_000
-    """Rows that are shuffled among each other while streaming."""
+    """Number of rows shuffled together while streaming."""
     global_batch_size: int | None = None
-    """Samples (packs) per optimizer step over all ranks; default: 16, or what trainer.accumulate_grad_batches makes."""
+    """Samples (packs) per optimizer step over all ranks; default: 16, or set by trainer.accumulate_grad_batches."""
     micro_batch_size: int = 1
-    """Samples (packs) per rank per forward; accumulation follows: global / (micro * ranks)."""
+    """Samples (packs) per rank and forward pass; gradient accumulation is global / (micro * ranks)."""
     shuffle: bool = True
-    """A new order of the training rows each epoch; false keeps file order."""
+    """Shuffle the training rows in each epoch; false keeps file order."""
     seed: int | None = None
-    """Seed of the order; default: seed_everything."""
+    """Seed of the shuffle; default: seed_everything."""
     num_workers: int = 0
-    """Loader processes per rank; a stream has one at most."""
+    """DataLoader workers per rank; at most one with streaming."""
     num_tokenizers: int | None = None
-    """Processes that tokenize, once per content; default: one per core of this node."""
+    """Processes for tokenization, which runs once per content; default: one per core of this node."""
     cache_dir: str | None = None
     """Folder for tokenized rows; default: $LIT_FSDP_CACHE, else ~/.cache/lit_fsdp."""
 
@@ -198,37 +198,37 @@ class DataConfig:
             value = getattr(self, field)
             require(value is None or value >= least, field, value, f">= {least}")
         fits = not (self.split_turns and self.train_on_prompt)
-        require(fits, "split_turns", "true with train_on_prompt: true", "one of the two: loss on a turn, or on all")
+        require(fits, "split_turns", "true with train_on_prompt: true", "only one of them: loss on one turn, or on all")
         given = f"true with supervise: {self.supervise}"
         fits = not self.train_on_prompt or self.supervise == "all"
-        require(fits, "train_on_prompt", given, "supervise: all, as every token is supervised")
+        require(fits, "train_on_prompt", given, "supervise: all, because every token is supervised")
         for split in ("train", "val", "test", "predict"):
             entries = check_sources(split, getattr(self, split))
             fits = split == "train" or not any(entry.weight for entry in entries)
-            require(fits, split, "a source with a weight", "none: every row counts once")
+            require(fits, split, "a source with a weight", "no weight: every row counts once")
             named = split not in ("val", "test") and any(entry.name for entry in entries)
-            require(not named, split, "a source with a name", "none: sets of data.val and data.test have one")
-        SourceConfig(source="any", columns=self.columns)  # where columns are checked
+            require(not named, split, "a source with a name", "no name: only sets of data.val and data.test have names")
+        SourceConfig(source="any", columns=self.columns)  # checks the columns
         object.__setattr__(self, "val_split", self.val_split or None)
         share = self.val_split
         if share is not None:
             fits = 0 < share < 1 or (share >= 1 and float(share).is_integer())
             require(fits, "val_split", share, "a share between 0 and 1, or a number of rows >= 1")
-            require(self.val is None, "val_split", f"{share} beside data.val", "one of the two")
-            require(not self.streaming, "val_split", f"{share} with streaming: true", "data.val, for a stream")
+            require(self.val is None, "val_split", f"{share} with data.val", "only one of them")
+            require(not self.streaming, "val_split", f"{share} with streaming: true", "data.val with streaming")
 
     def has(self, split: str) -> bool:
-        """Whether there are rows for ``train``, ``val``, ``test`` or ``predict``; val_split makes those for val."""
+        """Whether ``train``, ``val``, ``test`` or ``predict`` has rows; val_split provides the rows for val."""
         return bool(getattr(self, split)) or (split == "val" and self.val_split is not None and self.has("train"))
 
 
 def accumulation_steps(config: DataConfig, world_size: int, accumulate: int | None = None) -> int:
     """Forward passes per optimizer step on each of ``world_size`` ranks: ``global / (micro * ranks)``.
 
-    ``accumulate``, which is ``trainer.accumulate_grad_batches``, may stand in place of ``global_batch_size``.
+    ``accumulate`` is ``trainer.accumulate_grad_batches`` and may replace ``global_batch_size``.
 
     Raises:
-        ConfigError: The global batch is not a multiple of ``micro_batch_size * world_size``, or the two do not agree.
+        ConfigError: The global batch is not a multiple of ``micro_batch_size * world_size``, or the two conflict.
     """
     if config.global_batch_size is None and accumulate is not None:
         return accumulate
@@ -238,6 +238,6 @@ def accumulation_steps(config: DataConfig, world_size: int, accumulate: int | No
     fix = f"set global_batch_size: {max(1, round(total / per_forward)) * per_forward}, or another micro_batch_size"
     require(total % per_forward == 0, "data.global_batch_size", given, allowed, fix)
     steps = total // per_forward
-    given, allowed = f"{accumulate} with global_batch_size {given}", f"{steps}, which follows from them"
+    given, allowed = f"{accumulate} with global_batch_size {given}", f"{steps}, computed from these values"
     require(accumulate in (None, steps), "trainer.accumulate_grad_batches", given, allowed)
     return steps

@@ -1,4 +1,4 @@
-"""Paths as a recipe or flag writes them, and where the files that ship with the project lie."""
+"""Paths in recipes and flags, and the location of the files that ship with the project."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def expanded(text: str, field: str) -> str:
     """
     for _, name in _VARIABLE.findall(text):
         if name not in os.environ:
-            raise ConfigError(field, text, f"variables that are set, and {name} is not", f"export {name}=...")
+            raise ConfigError(field, text, f"only variables that are set; {name} is not", f"export {name}=...")
     return os.path.expanduser(_VARIABLE.sub(lambda match: os.environ[match[2]], text))
 
 
@@ -34,22 +34,22 @@ def shipped(folder: str) -> Path:
 def shipped_root(kind: Literal["configs", "recipes"]) -> Path:
     """The folder of all configs or recipes; it need not exist.
 
-    Beside an installed package lie other packages' folders, and one of them may be called ``configs``: only a checkout
-    has its ``pyproject.toml`` there.
+    Only a checkout has a ``pyproject.toml`` next to the package. In an installation, a ``configs`` folder there may
+    belong to another package.
     """
     package = Path(lit_fsdp.__file__).parent
     return (package.parent if (package.parent / "pyproject.toml").is_file() else package) / kind
 
 
 def shipped_files(kind: Literal["configs", "recipes"], *suffixes: str) -> dict[str, Path]:
-    """All recipes or configs by the names under which ``lit-fsdp recipes`` knows them."""
+    """All recipes or configs by their names in ``lit-fsdp recipes``."""
     root = shipped_root(kind)
     files = sorted(file for file in root.rglob("*") if file.suffix in (suffixes or (".yaml", ".json")))
     return {str(file.relative_to(root).with_suffix("")): file for file in files}
 
 
 def shipped_file(name: str, *suffixes: str) -> tuple[Path | None, list[str]]:
-    """The recipe or config of a name, and names near to it: those that begin so, recipes first, or that look alike.
+    """The recipe or config with this name, and similar names: those with this prefix, recipes first, or close matches.
 
     ``.yaml`` and everything up to ``recipes/`` or ``configs/`` are optional.
     """

@@ -1,4 +1,4 @@
-"""What trying a recipe out in miniature replaces beyond the values of the fragment itself."""
+"""Replacements that adapt a recipe to a miniature trial run, beyond the values of the YAML fragment."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _SMALL_UNIT = 1.0e4
 
 
 def adapt_to_miniature(trainer: Any, strategy: Any, model: Any, data: Any = None) -> list[str]:
-    """Replace what a miniature on a few CPU ranks cannot keep, in place, and give one line per replacement.
+    """Replace in place what a miniature on a few CPU ranks cannot use, and return one line per replacement.
 
-    All are namespaces of arguments; those of somebody else's strategy or data module are None.
+    All arguments are namespaces; pass None for a third-party strategy or data module.
     """
     said: list[str] = []
 
@@ -26,7 +26,7 @@ def adapt_to_miniature(trainer: Any, strategy: Any, model: Any, data: Any = None
 
     on_cpu, devices = trainer.accelerator == "cpu", trainer.devices
     if data is not None and data.global_batch_size is not None:
-        replace(trainer, "trainer", "accumulate_grad_batches", None, "follows from the batch sizes and ranks")
+        replace(trainer, "trainer", "accumulate_grad_batches", None, "computed from the batch sizes and ranks")
     if strategy is not None:
         path = "trainer.strategy.init_args"
         for key, new, why in _fitting_degrees(strategy, devices if isinstance(devices, int) else 0):
@@ -47,7 +47,7 @@ def adapt_to_miniature(trainer: Any, strategy: Any, model: Any, data: Any = None
         if on_cpu and strategy.engine == "fsdp1":
             replace(strategy, path, "cpu_offload", False, "engine fsdp1 offloads from GPUs only")
         if on_cpu and "nccl" in str(strategy.process_group_backend):
-            replace(strategy, path, "process_group_backend", None, "the CPU has gloo")
+            replace(strategy, path, "process_group_backend", None, "the CPU backend is gloo")
         mode = strategy.precision if isinstance(strategy.precision, str) else strategy.precision["mode"]
         if on_cpu and mode == "fp8":
             kept = {} if isinstance(strategy.precision, str) else {**dict(strategy.precision), "fp8_skip": None}
@@ -55,10 +55,10 @@ def adapt_to_miniature(trainer: Any, strategy: Any, model: Any, data: Any = None
         wrap = strategy.wrap
         if not isinstance(wrap, (str, list)) and (wrap["min_num_params"] or 0) > _SMALL_UNIT:
             replace(wrap, f"{path}.wrap", "min_num_params", _SMALL_UNIT, "the miniature is small")
-        if isinstance(model.name, str) and os.path.exists(model.name):  # whose tokenizer, and embedding, are kept
-            replace(strategy, path, "wrap", _with_large_root(wrap), "the miniature keeps the whole vocabulary")
+        if isinstance(model.name, str) and os.path.exists(model.name):  # its tokenizer and embedding are kept
+            replace(strategy, path, "wrap", _with_large_root(wrap), "the miniature keeps the full vocabulary")
     if on_cpu and model.attn_implementation in GPU_ATTENTION:
-        why = f"{model.attn_implementation} is trained with on GPUs only"
+        why = f"{model.attn_implementation} trains on GPUs only"
         replace(model, "model", "attn_implementation", None, why)
     if on_cpu and model.loss.backend == "liger":
         replace(model.loss, "model.loss", "backend", "chunked", f"{model.loss.backend} needs a GPU")
@@ -68,7 +68,7 @@ def adapt_to_miniature(trainer: Any, strategy: Any, model: Any, data: Any = None
 
 
 def _fitting_degrees(strategy: Any, devices: int) -> list[tuple[str, Any, str]]:
-    """Degrees that were meant for more ranks, on the few of one node."""
+    """Reduce degrees meant for more ranks to those of one node."""
     copies, shards, why = strategy.replicate_degree or 0, strategy.shard_degree or 0, f"{devices} ranks on one node"
     if not devices:
         return []

@@ -1,4 +1,4 @@
-"""What is trained: the model, its adapters, the loss, and the optimizer."""
+"""The model section: the model, its adapters, the loss, and the optimizer."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any, Literal
 
 from lit_fsdp.errors import ConfigError, require
 
-FLASH_ATTENTION = ("flash_attention_2", "flash_attention_3")  # these compute in bf16 or fp16 only
+FLASH_ATTENTION = ("flash_attention_2", "flash_attention_3")  # bf16 or fp16 compute only
 WITHOUT_SDPA = ("gemma2", "gpt_oss", "granite_swa", "granitemoe_swa", "vaultgemma")
-"""Families of transformers (5.24) without SDPA support, only because of soft caps or attention sinks."""
-GPU_ATTENTION = ("flex_attention", *FLASH_ATTENTION)  # these have a backward pass on GPUs only
+"""Transformers (5.24) families without SDPA support, only because of soft caps or attention sinks."""
+GPU_ATTENTION = ("flex_attention", *FLASH_ATTENTION)  # backward pass on GPUs only
 ADAMW = "torch.optim.AdamW"
 
 
@@ -25,28 +25,28 @@ class OptimConfig:
     weight_decay: float = 0.0
     """Decay per step relative to the learning rate, for parameters of two or more dimensions only."""
     beta1: float = 0.9
-    """Decay of the first moment per step, of AdamW and what takes betas too."""
+    """Decay rate of the first moment, for AdamW and other optimizers with betas."""
     beta2: float = 0.95
-    """Decay of the second moment per step, of AdamW and what takes betas too."""
+    """Decay rate of the second moment, for AdamW and other optimizers with betas."""
     eps: float = 1e-8
-    """Added to the root of the second moment, by AdamW and what takes eps too."""
+    """Term added to the root of the second moment, for AdamW and other optimizers with eps."""
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
-    """How the learning rate falls from its peak to min_lr_ratio of it over the run; wsd: linearly, at its end only."""
+    """Decay of the learning rate from its peak to min_lr_ratio of it over the run; wsd: linear, only at the end."""
     decay_ratio: float = 0.1
-    """Of wsd (warm-up, stable, decay): share of the run's optimizer steps over which the learning rate falls."""
+    """With wsd (warm-up, stable, decay): share of the run's optimizer steps over which the learning rate decays."""
     warmup_steps: int = 0
     """Optimizer steps over which the learning rate rises linearly to its peak."""
     min_lr_ratio: float = 0.0
     """Learning rate at the end of the run as a share of the peak, 0 to 1."""
     optimizer: str = ADAMW
-    """Class of the optimizer (default: fused AdamW), of torch.optim, lit_fsdp or a package that --allow-imports names;
-    in a recipe class_path means the same."""
+    """Class of the optimizer (default: fused AdamW) from torch.optim, lit_fsdp or a package named by --allow-imports;
+    recipes may also use class_path."""
     optimizer_args: dict[str, Any] | None = None
-    """Further arguments of the optimizer, e.g. {momentum: 0.9}; in a recipe init_args means the same."""
+    """Further arguments of the optimizer, e.g. {momentum: 0.9}; recipes may also use init_args."""
 
     def __post_init__(self) -> None:
         args = dict(self.optimizer_args or {})
-        for field in ("lr", "weight_decay"):  # which stand among the arguments of a class, as Lightning has it
+        for field in ("lr", "weight_decay"):  # Lightning expects them among the arguments of a class
             if field in args:
                 object.__setattr__(self, field, float(args.pop(field)))
         object.__setattr__(self, "optimizer_args", args or None)
@@ -62,15 +62,15 @@ class OptimConfig:
 def schedule_factor(optim: OptimConfig, step: int, total_steps: int) -> float:
     """The learning rate of optimizer step ``step`` (from 0) as a share of its peak.
 
-    Warm-up rises linearly and reaches the peak at step ``warmup_steps - 1``; the schedule then falls (``wsd`` only at
-    the end) and would reach ``min_lr_ratio`` at step ``total_steps``, where training has ended.
+    The warm-up rises linearly and reaches the peak at step ``warmup_steps - 1``. The schedule then decays (``wsd`` only
+    at the end) and would reach ``min_lr_ratio`` at step ``total_steps``, after the last step.
     """
     if step < optim.warmup_steps:
         return (step + 1) / optim.warmup_steps
     if optim.schedule == "constant":
         return 1.0
     start = optim.warmup_steps
-    if optim.schedule == "wsd":  # MiniCPM, arXiv:2404.06395; the linear fall of arXiv:2405.18392
+    if optim.schedule == "wsd":  # MiniCPM, arXiv:2404.06395; linear decay: arXiv:2405.18392
         start = max(start, total_steps - max(1, round(optim.decay_ratio * total_steps)))
     done = min(1.0, max(0, step - start) / max(1, total_steps - start))
     fall = 0.5 * (1 + math.cos(math.pi * done)) if optim.schedule == "cosine" else 1.0 - done
@@ -79,13 +79,13 @@ def schedule_factor(optim: OptimConfig, step: int, total_steps: int) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class LossConfig:
-    """The ``model.loss`` section: the same loss and gradients, by different ways of getting there."""
+    """The ``model.loss`` section: backends that compute the same loss and gradients."""
 
     backend: Literal["chunked", "plain", "liger"] = "chunked"
-    """chunked: head and cross-entropy a few rows at a time; plain: all logits at once; liger: its kernel."""
+    """chunked: head and cross-entropy for a few rows at a time; plain: all logits at once; liger: the Liger kernel."""
     chunk_tokens: int | None = None
-    """Supervised tokens per chunk; default: as many as keep a chunk's fp32 logits at about 96 MiB, or
-    at a quarter of the fp32 gradient of the head where that is more."""
+    """Supervised tokens per chunk; default: the fp32 logits of a chunk take about 96 MiB, or a quarter of the head's
+    fp32 gradient if that is larger."""
 
     def __post_init__(self) -> None:
         chunk, backend = self.chunk_tokens, self.backend
@@ -93,35 +93,35 @@ class LossConfig:
         require(fits, "chunk_tokens", f"{chunk} with backend {backend}", ">= 1, with backend: chunked")
 
 
-_OF_PEFT = ("r", "target_modules", "use_dora", "use_rslora", "modules_to_save")  # named there as here
+_OF_PEFT = ("r", "target_modules", "use_dora", "use_rslora", "modules_to_save")  # same names in peft
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoraConfig:
-    """The ``model.lora`` section: the base model is frozen, and ``B @ A * alpha / r`` is trained beside its layers."""
+    """The ``model.lora`` section: the base model is frozen, and adapters ``B @ A * alpha / r`` are trained."""
 
     r: int = 16
     """Rank of the adapters."""
     alpha: float = 32.0
-    """The product of the two factors is scaled by alpha / r (by alpha / sqrt(r) with use_rslora)."""
+    """Adapters are scaled by alpha / r (by alpha / sqrt(r) with use_rslora)."""
     dropout: float = 0.0
-    """Share of a layer's inputs dropped before its adapter, 0 to 1."""
+    """Dropout probability of the inputs of an adapter, 0 to 1."""
     target_modules: list[str] | str | None = None
-    """Names of layers (their ends: q_proj) or of fused experts (mlp.experts.down_proj), all-linear (includes experts,
-    excludes the head and routers), attention-only, a regular expression that fits whole names, or null (peft's own)."""
+    """Layer name suffixes (q_proj) or fused experts (mlp.experts.down_proj), all-linear (includes experts, excludes the
+    head and routers), attention-only, a regular expression that matches full names, or null (peft's default)."""
     use_dora: bool = False
-    """Learn the length of each weight vector apart from its direction (DoRA)."""
+    """Train the magnitude of each weight vector separately from its direction (DoRA)."""
     use_rslora: bool = False
-    """Scale by alpha / sqrt(r), which keeps large ranks stable."""
+    """Scale adapters by alpha / sqrt(r), which is more stable for large ranks."""
     modules_to_save: list[str] | None = None
-    """Names of modules trained whole beside the adapters and kept with them, e.g. [lm_head]."""
+    """Names of modules that are fully trained and saved with the adapters, e.g. [lm_head]."""
     peft_args: dict[str, Any] | None = None
     """Further arguments of peft.LoraConfig: layers_to_transform, layers_pattern, exclude_modules, rank_pattern,
     alpha_pattern, init_lora_weights: gaussian."""
     quantize: Literal["nf4"] | None = None
-    """nf4: keep the linear layers of the base, but the head, in 4 bits (QLoRA)."""
+    """nf4: store the linear layers of the base model, except the head, in 4 bits (QLoRA)."""
     double_quantization: bool = False
-    """With quantize: keep the scales of the 4-bit weights in 8 bits too, about 0.4 bits less per weight."""
+    """With quantize: store the scales of the 4-bit weights in 8 bits, which saves about 0.4 bits per weight."""
 
     def __post_init__(self) -> None:
         require(self.r >= 1, "r", self.r, ">= 1")
@@ -131,7 +131,7 @@ class LoraConfig:
             require(getattr(self, field) != [], field, "[]", "at least one name, or null", f"drop {field}")
         if isinstance(self.target_modules, str):
             given, is_list = self.target_modules, re.fullmatch(r"[\w.\s]*,[\w.,\s]*", self.target_modules)
-            require(not is_list, "target_modules", given, "a list, or a regular expression", f"write [{given}]")
+            require(not is_list, "target_modules", given, "a list or a regular expression", f"write [{given}]")
             try:
                 re.compile(self.target_modules)
             except re.error as error:
@@ -142,12 +142,12 @@ class LoraConfig:
             require(theirs not in (self.peft_args or {}), f"peft_args.{theirs}", "a field of model.lora", ours, fix)
         is_used = self.quantize or not self.double_quantization
         require(is_used, "double_quantization", "true without quantize", "quantize: nf4", "add quantize: nf4")
-        given = "true with quantize: DoRA needs whole weights in every forward"
+        given = "true with quantize: DoRA needs unquantized weights in every forward"
         fits = not (self.quantize and self.use_dora)
         require(fits, "use_dora", given, "false with quantize", "drop use_dora or quantize")
 
     def check_checkpoint(self, manifest: Any) -> None:
-        """Raise ConfigError where the adapters of a checkpoint are of another rank or scale, or over another base."""
+        """Raise ConfigError if the adapters of a checkpoint have a different rank, scale or base model."""
         model = manifest.extra.get("model", {})
         saved = {**(model.get("adapter") or {}), **(model.get("base") or {})}
         own = {name: getattr(self, name) for name in ("r", "alpha", "use_rslora", "quantize", "double_quantization")}
@@ -157,7 +157,7 @@ class LoraConfig:
         for name, now in own.items():
             before = saved.get("lora_alpha" if name == "alpha" else name.removeprefix("peft_args."), now)
             allowed = f"{before}, as in {manifest.folder}: it is a part of the model"
-            require(now == before, f"model.lora.{name}", now, allowed, f"set {name}: {before}, or begin a new run")
+            require(now == before, f"model.lora.{name}", now, allowed, f"set {name}: {before}, or start a new run")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,52 +167,52 @@ class ModelConfig:
     name: str | dict | None = None
     """Hub name, model folder or GGUF file to start from; a config .json file or mapping for random init."""
     tokenizer: str | None = None
-    """Folder or hub name of the tokenizer; default: beside the model."""
+    """Folder or hub name of the tokenizer; default: the model's."""
     optim: OptimConfig = OptimConfig()
     """Optimizer and learning-rate schedule."""
     loss: LossConfig = LossConfig()
     """Backend of the cross-entropy."""
     lora: LoraConfig | None = None
-    """Train adapters beside the frozen model instead of the model; {} for all defaults."""
+    """Train adapters on a frozen base model; {} for all defaults."""
     freeze: list[str] | None = None
-    """Patterns of parameters that are not trained, e.g. [model.embed_tokens.*]; * stands for anything."""
+    """Patterns of parameters that are not trained, e.g. [model.embed_tokens.*]; * matches anything."""
     config_overrides: dict[str, Any] | None = None
-    """Values in place of those in the model's config, exported with it, e.g. {max_position_embeddings: 131072,
-    rope_parameters: {rope_type: yarn, factor: 4.0}}; none that give weights that are read other names or shapes."""
+    """Values that replace those of the model's config, also on export, e.g. {max_position_embeddings: 131072,
+    rope_parameters: {rope_type: yarn, factor: 4.0}}; they must not change names or shapes of loaded weights."""
     add_tokens: list[str] | None = None
-    """Tokens added to the tokenizer as special ones; embedding and head grow by as many rows."""
+    """Special tokens added to the tokenizer; embedding and head grow by one row each."""
     neftune_alpha: float | None = None
-    """Largest norm of the noise on the embeddings of each training sample (NEFTune: 5 to 15); null: none."""
+    """Maximum norm of the noise on the embeddings of each training sample (NEFTune: 5 to 15); null: none."""
     attn_implementation: Literal["sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3"] | None = (
         None
     )
-    """Attention backend of transformers; default: sdpa, of packs over each sample by itself, or eager for models
-    without it."""
+    """Attention backend of transformers; default: sdpa (for packs, over each sample separately), or eager for models
+    without SDPA support."""
     trust_remote_code: bool = False
-    """Run Python code that comes with the model."""
+    """Run Python code that ships with the model."""
     miniature: bool = False
-    """Random init of the same architecture shrunk to about a million parameters, for trying a recipe out."""
+    """Random init of the same architecture shrunk to about a million parameters, to try out a recipe."""
 
     def __post_init__(self) -> None:
         alpha, tokens = self.neftune_alpha, self.add_tokens or ["-"]
         is_bound = alpha is None or 0 < alpha < float("inf")
         require(is_bound, "neftune_alpha", alpha, "a finite number > 0, or null", "write neftune_alpha: 5")
-        require(all(tokens) and len(set(tokens)) == len(tokens), "add_tokens", tokens, "different tokens, none empty")
+        require(all(tokens) and len(set(tokens)) == len(tokens), "add_tokens", tokens, "distinct, nonempty tokens")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PreferenceConfig:
-    """The ``model.preference`` section: how a chosen completion is held against a rejected one."""
+    """The ``model.preference`` section: the loss over chosen and rejected completions."""
 
     loss: Literal["dpo", "ipo", "orpo", "simpo"] = "dpo"
-    """dpo and ipo compare with the model before training, orpo and simpo need no reference."""
+    """dpo and ipo use the model before training as reference; orpo and simpo need no reference."""
     beta: float = 0.1
-    """Weight of the preference: larger stays nearer to the reference (dpo, ipo), or weights the odds ratio (orpo) or
-    the mean log-probabilities per token (simpo; 2.0 there)."""
+    """Weight of the preference: larger stays nearer to the reference (dpo, ipo), or weights the odds ratio (orpo)
+    or the mean log-probabilities per token (simpo, typically 2.0)."""
     gamma: float = 0.5
-    """Margin by which the chosen reward has to be larger; simpo only."""
+    """Target margin between the chosen and the rejected reward; simpo only."""
     label_smoothing: float = 0.0
-    """Share of the pairs taken to be the wrong way round, 0 to 0.5; dpo and simpo."""
+    """Assumed share of pairs with swapped labels, 0 to 0.5; dpo and simpo only."""
 
     def __post_init__(self) -> None:
         require(0 < self.beta < float("inf"), "beta", self.beta, "a finite number > 0")
@@ -237,10 +237,10 @@ class PreferenceModelConfig(ModelConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         is_told = self.loss.backend != "liger"
-        require(is_told, "loss.backend", "liger", "chunked | plain: it tells the loss of no token")
+        require(is_told, "loss.backend", "liger", "chunked | plain: it does not return the loss per token")
 
 
 def gpu_attention_on_cpu(name: str) -> ConfigError:
-    """What is said of an attention backend that only trains on GPUs, on a CPU."""
+    """Error for an attention backend that trains only on GPUs, on a CPU."""
     fix = "leave attn_implementation out"
     return ConfigError("model.attn_implementation", f"{name} on a CPU", "sdpa | eager without a GPU", fix)

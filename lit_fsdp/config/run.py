@@ -1,6 +1,6 @@
-"""A run: when it saves, what Lightning's Trainer is told, and the rules between sections as one list.
+"""A run: checkpoints, resume, samples, arguments of Lightning's Trainer, and the list of rules between sections.
 
-They are checked before any process starts and before torch is imported.
+The rules are checked before any process starts and before torch is imported.
 """
 
 from __future__ import annotations
@@ -41,23 +41,23 @@ class CheckpointConfig:
     """The ``checkpoint`` section: arguments of :class:`lit_fsdp.Checkpoint`."""
 
     every_steps: int | None = None
-    """Optimizer steps between checkpoints; one is also saved at the end, on a signal and at the best validation."""
+    """Optimizer steps between checkpoints; the run also saves at the end, on a signal and after the best validation."""
     keep_last: int = 2
-    """How many of the newest checkpoints are kept; -1 keeps all; of those saved only on a signal, one counts."""
+    """Number of newest checkpoints to keep; -1 keeps all; checkpoints saved only on a signal count as one."""
     keep_best: int = 1
-    """How many of the checkpoints with the best values of the metric are kept; 0 neither saves nor keeps for that."""
+    """Number of checkpoints with the best metric to keep; 0 disables saving and keeping by metric."""
     keep_every: int | None = None
-    """Checkpoints of every so many optimizer steps are kept forever; a multiple of every_steps."""
+    """Keep the checkpoint of every n-th optimizer step permanently; a multiple of every_steps."""
     monitor: str = "val_loss"
-    """Logged metric that decides which checkpoint is the best."""
+    """Logged metric that selects the best checkpoint."""
     mode: Literal["min", "max"] = "min"
     """Whether a smaller (min) or a larger (max) value of the metric is better."""
     async_save: bool | None = None
-    """Whether training waits only until the state is copied to the host, and goes on while it is written; needs host
-    memory for one copy of what each rank writes; null: true on CUDA without cpu_offload, false elsewhere."""
+    """Copy the state to host memory and continue training while it is written; needs host memory for one copy of what
+    each rank writes; null: true on CUDA without cpu_offload, false otherwise."""
     export: Literal["last", "best"] | None = None
-    """At the end of training, write this checkpoint as a Hugging Face folder to export/ in the run folder; of a run
-    with adapters, the adapter."""
+    """At the end of training, export this checkpoint (or its adapter) as a Hugging Face folder to export/ in the run
+    folder."""
 
     def __post_init__(self) -> None:
         every, kept = self.every_steps, self.keep_every
@@ -65,24 +65,24 @@ class CheckpointConfig:
         require(self.keep_last == -1 or self.keep_last >= 1, "keep_last", self.keep_last, ">= 1, or -1 for all")
         require(self.keep_best >= 0, "keep_best", self.keep_best, ">= 0", "write keep_best: 1")
         given = f"{kept} with every_steps {'null' if every is None else every}"
-        allowed = "a multiple of every_steps, since only what is saved can be kept; or null"
+        allowed = "a multiple of every_steps, because only saved checkpoints can be kept; or null"
         fix = f"write keep_every: {10 * every}" if every else "set every_steps: 100 and keep_every: 1000"
         fits = kept is None or (every is not None and kept >= 1 and kept % every == 0)
         require(fits, "keep_every", given, allowed, fix)
 
     def in_background(self, on_gpu: bool, offloads: bool) -> bool:
-        """``async_save`` with null decided; under offload the host has no room to spare, as it holds all already."""
+        """Resolve ``async_save: null``; with offload, host memory has no room for a copy of the state."""
         return on_gpu and not offloads if self.async_save is None else self.async_save
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResumeConfig:
-    """The ``resume`` section: how far checkpoints are trusted, what may replace them."""
+    """The ``resume`` section: verification of checkpoints, and fallback to older ones."""
 
     verify: bool = True
-    """Compare the hash of every file with the manifest before anything is loaded; false compares sizes only."""
+    """Compare the hash of every file with the manifest before loading; false compares sizes only."""
     fallback: bool = False
-    """Where last or best is damaged, say so and resume from the newest (next best) sound one instead of stopping."""
+    """If last or best is damaged, log it and resume from the newest (next best) intact one instead of stopping."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,15 +90,15 @@ class SamplesConfig:
     """The ``samples`` section: arguments of :class:`lit_fsdp.Samples`."""
 
     prompts: str | int | None = None
-    """What the model answers while it trains: so many of the first validation rows, or a source of rows like data.val,
-    with or without answers; null: nothing."""
+    """Prompts that the model answers during training: the number of first validation rows to use, or a source of rows
+    like data.val, with or without answers; null: none."""
     every_validation: bool = True
-    """After every validation; false: once, when training has ended."""
+    """Generate after every validation; false: only once, at the end of training."""
     max_new_tokens: int = 64
-    """Longest answer in tokens."""
+    """Maximum answer length in tokens."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.prompts, str) and self.prompts.isdecimal():  # as a flag arrives
+        if isinstance(self.prompts, str) and self.prompts.isdecimal():  # flags arrive as text
             object.__setattr__(self, "prompts", int(self.prompts))
         prompts, most = self.prompts, self.max_new_tokens
         fits = prompts is None or (prompts.strip() if isinstance(prompts, str) else prompts >= 1)
@@ -108,16 +108,16 @@ class SamplesConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerConfig:
-    """Those of the Trainer's arguments that rules of ours look at; the others are judged by Lightning alone."""
+    """The Trainer arguments that our rules check; Lightning checks the others."""
 
     accelerator: str = "auto"
     """cpu, gpu, cuda or auto."""
     devices: int | list[int] | str = "auto"
-    """Processes per node, one per GPU or CPU rank; a list of GPUs, or auto for all of them."""
+    """Processes per node, one per GPU or CPU rank; a list of GPUs, or auto for all GPUs."""
     num_nodes: int | None = None
     """Nodes of the run; default: 1."""
     precision: PrecisionWord | str | int | None = None
-    """bf16-mixed, bf16-true, 16-mixed, 32-true; under our strategy the same as its own precision."""
+    """bf16-mixed, bf16-true, 16-mixed, 32-true; with our strategy the same as its own precision."""
     max_steps: int = -1
     """Optimizer steps of the run; -1: max_epochs or max_time ends it."""
     max_epochs: int | None = None
@@ -125,21 +125,21 @@ class TrainerConfig:
     max_time: str | dict | None = None
     """Wall-clock limit of the run, DD:HH:MM:SS."""
     accumulate_grad_batches: int | None = None
-    """Micro-batches per optimizer step, in place of data.global_batch_size."""
+    """Micro-batches per optimizer step; replaces data.global_batch_size."""
     gradient_clip_val: int | float | None = None
-    """Largest gradient norm (or value); null: no clipping."""
+    """Maximum gradient norm (or value); null: no clipping."""
     gradient_clip_algorithm: Literal["norm", "value"] | None = None
-    """What gradient_clip_val bounds; default: norm."""
+    """Quantity that gradient_clip_val limits; default: norm."""
     val_check_interval: int | float | str | None = None
-    """Micro-batches, or share of an epoch, between validations."""
+    """Micro-batches or share of an epoch between validations."""
     limit_train_batches: int | float | None = None
-    """Only 1.0; trainer.max_steps ends a run."""
+    """Only 1.0; use trainer.max_steps to end a run early."""
     overfit_batches: int | float = 0.0
     """Only 0."""
     fast_dev_run: bool | int = False
-    """Run so many batches and save nothing."""
+    """Run this many batches and save nothing."""
     default_root_dir: str | None = None
-    """The run folder; default: runs/NAME after the first recipe file."""
+    """The run folder; default: runs/NAME with the name of the first recipe file."""
 
     def __post_init__(self) -> None:
         nodes = self.num_nodes
@@ -153,7 +153,7 @@ class TrainerConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """The typed sections of a recipe, and Lightning's as it stands."""
+    """The typed sections of a recipe, and the trainer section as a plain mapping."""
 
     strategy: StrategyConfig
     model: ModelConfig
@@ -165,7 +165,7 @@ class RunConfig:
     trainer: dict[str, Any]
     verb: str
     foreign: frozenset[str] = frozenset()
-    """Those of model, data and trainer.strategy that are somebody else's classes: the sections here are defaults."""
+    """Which of model, data and trainer.strategy are third-party classes; their sections here are defaults."""
 
     @property
     def num_nodes(self) -> int:
@@ -182,12 +182,12 @@ class RunConfig:
 
     @property
     def data_ranks(self) -> int:
-        """Ranks that get rows of their own: all, or with ``context_parallel`` the groups that share them."""
+        """Number of ranks with different rows: all ranks, or with ``context_parallel`` the number of groups."""
         return (self.world_size or 1) // self.strategy.context_config.degree
 
 
 def merged_precision(word: Any, precision: Any) -> Any:
-    """The strategy's ``precision``; ``trainer.precision`` may stand in its place, in Lightning's words or ours."""
+    """Return the strategy's ``precision``; ``trainer.precision`` may replace it, with Lightning's names or ours."""
     if word is None:
         return "mixed" if precision is None else precision
     ours = {**LIGHTNING_PRECISION, "32": "fp32", "16": "fp16_mixed", "bf16": "mixed"}
@@ -239,14 +239,12 @@ def _a_stream_ends(run: RunConfig) -> None:
         return
     steps, interval = run.trainer["max_steps"], run.trainer["val_check_interval"]
     given = f"{steps} with data.streaming: true"
-    allowed = (
-        "max_steps >= 1: a stream goes on without end, and nobody has counted its rows, so max_epochs ends nothing"
-    )
+    allowed = "max_steps >= 1: a stream is endless and its number of rows is unknown, so max_epochs cannot end the run"
     ends = steps > 0 or run.trainer["max_time"]
     require(ends, "trainer.max_steps", given, allowed, "set trainer.max_steps: 1000")
     counted = isinstance(interval, int) and not isinstance(interval, bool)
     given = f"{interval} with data.streaming: true and data.val"
-    allowed = "a whole number of micro-batches: a stream has no epoch that ends, after which validation would run"
+    allowed = "a whole number of micro-batches: a stream has no end of an epoch at which validation could run"
     fix = "set trainer.val_check_interval: 500, or drop data.val"
     require(counted or not run.data.has("val"), "trainer.val_check_interval", given, allowed, fix)
 
@@ -276,16 +274,16 @@ def _counts_whole_batches(run: RunConfig) -> None:
 
 def check_whole_batches(share: float, limit: float | None) -> None:
     """Refuse ``overfit_batches``, and a ``limit_train_batches`` other than all, of a Trainer under our data module."""
-    allowed = "0: the order of samples is a function of the step, which this would change in silence"
+    allowed = "0: the order of samples depends on the step, and this option would change it silently"
     fix = "name a small file as data.train and set data.shuffle: false"
     require(not share, "trainer.overfit_batches", share, allowed, fix)
     whole = limit is None or (limit == 1 and isinstance(limit, float))  # 1 is one batch, 1.0 all of them
-    allowed = "1.0: it counts micro-batches, and could end an epoch inside a global batch"
+    allowed = "1.0: it counts micro-batches and could end an epoch inside a global batch"
     require(whole, "trainer.limit_train_batches", limit, allowed, "set trainer.max_steps")
 
 
 def _attention_has_its_device(run: RunConfig) -> None:
-    """Where the recipe names the device; elsewhere it is known later."""
+    """Only if the recipe names the device; otherwise the device is known later."""
     attention = run.model.attn_implementation
     if attention in GPU_ATTENTION and run.trainer["accelerator"] == "cpu":
         raise gpu_attention_on_cpu(attention)
@@ -294,7 +292,7 @@ def _attention_has_its_device(run: RunConfig) -> None:
         given = f"{attention} with {STRATEGY}.precision {precision.mode}"
         fix = f"set {STRATEGY}.precision: mixed, or leave attn_implementation out"
         fits = precision.row.compute != "fp32"
-        require(fits, "model.attn_implementation", given, "bf16 or fp16 compute; it has no other", fix)
+        require(fits, "model.attn_implementation", given, "bf16 or fp16 compute only", fix)
 
 
 def _fused_loss_has_a_gpu(run: RunConfig) -> None:
@@ -322,7 +320,7 @@ def _optimizer_has_its_engine(run: RunConfig) -> None:
 
 def _samples_have_prompts(run: RunConfig) -> None:
     prompts, others = run.samples.prompts, " and ".join(sorted(run.foreign))
-    given = f"{prompts} with somebody else's {others}"
+    given = f"{prompts} with a third-party {others}"
     require(prompts is None or not others, "samples.prompts", given, "our own model, data and strategy", "drop samples")
     needs_rows = isinstance(prompts, int) or (prompts is not None and run.samples.every_validation)
     if run.verb == "fit" and needs_rows:
@@ -333,8 +331,8 @@ def _samples_have_prompts(run: RunConfig) -> None:
 def _reference_sees_every_row(run: RunConfig) -> None:
     preference = run.model.preference if isinstance(run.model, PreferenceModelConfig) else None
     computed = preference is not None and preference.has_reference and run.model.lora is None
-    allowed = "false: every pair is compared with the model before training, which reads them all first"
-    fix = "train adapters (model.lora), whose base is still there, or set streaming: false"
+    allowed = "false: the reference reads all pairs before training starts"
+    fix = "train adapters (model.lora), whose base serves as reference, or set streaming: false"
     require(not (computed and run.data.streaming), "data.streaming", "true", allowed, fix)
 
 

@@ -1,4 +1,4 @@
-"""Where and how a recipe runs on a SLURM cluster."""
+"""The slurm section: how a recipe runs on a SLURM cluster."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _OURS = re.compile(
     r"(MASTER_ADDR|MASTER_PORT|RANK|(LOCAL|NODE|GROUP)_RANK|(LOCAL_)?WORLD_SIZE|LIT_FSDP_EXIT_DIR"
     r"|SLURM_(N?TASKS|NPROCS|NNODES|NODEID|NODELIST|PROCID|LOCALID|RESTART_COUNT|JOB_?|STEP|ARRAY).*)"
 )
-"""Variables that the script or srun sets; srun's own options, such as SLURM_MPI_TYPE, are nobody's but the user's."""
+"""Variables that the script or srun sets; srun's input options, such as SLURM_MPI_TYPE, belong to the user."""
 _ONE_LINE = ("partition", "account", "qos", "constraint", "mem", "job_name", "container", "env_file")
 _KEYS = ("account", "constraint", "cpus_per_task", "job_name", "mem", "partition", "qos", "time")
 _NOT_EXTRA = (
@@ -24,62 +24,62 @@ _NOT_EXTRA = (
     *("--signal", "--requeue", "--no-requeue", "-A", "-C", "-c", "-J", "-p", "-q", "-t"),
     *(f"--{key.replace('_', '-')}" for key in _KEYS),
 )
-"""Options of sbatch that the script sets itself, or that break it."""
+"""Options of sbatch that the script sets itself or that would break it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmConfig:
-    """The ``slurm`` section, of ``lit-fsdp slurm``; a run itself does not look at it."""
+    """The ``slurm`` section, used by ``lit-fsdp slurm`` only; the run ignores it."""
 
     nodes: int | None = None
     """Nodes of the job; default: trainer.num_nodes."""
     gpus_per_node: int | None = None
-    """GPUs per node, one process each; default: trainer.devices. 0, with trainer.accelerator cpu: processes on CPUs."""
+    """GPUs per node, one process each; default: trainer.devices; 0 with trainer.accelerator cpu: CPU processes."""
     time: str | int | None = None
-    """Time limit as SLURM writes it: minutes, H:M:S or D-H:M:S; default: the partition's."""
+    """Time limit in SLURM's format: minutes, H:M:S or D-H:M:S; default: the partition's."""
     partition: str | None = None
     """Partition; default: the cluster's."""
     account: str | None = None
-    """Account that is charged."""
+    """Account to charge."""
     qos: str | None = None
     """Quality of service."""
     constraint: str | None = None
-    """Features that the nodes must have."""
+    """Required node features."""
     mem: str | int | None = None
-    """Host memory per node, e.g. 480G, or a number of MiB; 0: all of it."""
+    """Host memory per node, e.g. 480G, or a number in MiB; 0: all."""
     cpus_per_task: int | None = None
     """CPU cores per process."""
     job_name: str | None = None
-    """Name in the queue; default: the name of the run folder."""
+    """Job name in the queue; default: the name of the run folder."""
     container: str | None = None
-    """Image that the processes run in."""
+    """Container image of the processes."""
     container_runtime: Literal["pyxis", "apptainer"] = "pyxis"
-    """Who starts the image: Pyxis with Enroot (flags of srun), or Apptainer."""
+    """Runtime of the image: Pyxis with Enroot (flags of srun), or Apptainer."""
     container_mounts: list[str] | None = None
-    """Folders seen inside the image, HOST or HOST:INSIDE; the run folder always is."""
+    """Folders mounted in the container, HOST or HOST:INSIDE; the run folder always is."""
     env: dict[str, str] | None = None
     """Environment variables of the processes."""
     master_addr: str | None = None
-    """Address of the first node, where the ranks meet; {node} is its name, e.g. "{node}-ib0"; default: its name."""
+    """Rendezvous address on the first node; {node} is its name, e.g. "{node}-ib0"; default: its name."""
     master_port: int | None = None
-    """Port where the ranks meet, or the next one that nobody listens on; default: by the job's number."""
+    """Rendezvous port, or the next free port; default: derived from the job ID."""
     env_file: str | None = None
-    """Shell file read before the run, e.g. one that loads modules."""
+    """Shell file to source before the run, e.g. to load modules."""
     setup: list[str] | None = None
-    """Shell lines before the run, once per job on its first node; one that fails ends the job."""
+    """Shell lines to run before the run, once per job on its first node; a failing line ends the job."""
     extra: list[str] | None = None
     """Further options of sbatch, one per entry, e.g. [--exclusive, --mail-type=END]."""
     command: list[str] | None = None
-    """Words that start lit-fsdp on a node; default: this Python -m lit_fsdp, or plain lit-fsdp in a container."""
+    """Command that starts lit-fsdp on a node; default: this Python with -m lit_fsdp, or lit-fsdp in a container."""
     cpu_bind: str | None = None
     """srun's --cpu-bind, e.g. cores; default: SLURM's own."""
     signal_lead_seconds: int = 120
-    """How long before the time limit every process is told to save and stop."""
+    """Seconds before the time limit at which every process is signaled to save and stop."""
     requeue: bool = True
-    """Put a job back into the queue, where it resumes by itself, if it saved and stopped, if a node failed, or if a
-    rank was killed, or lost by the others, after a checkpoint was made since the job's last start."""
+    """Requeue the job, which then resumes automatically, if it saved and stopped, if a node failed, or if a rank was
+    killed or lost after a checkpoint was saved since the job's last start."""
     max_requeues: int = 10
-    """Starts after the first at most, those that SLURM itself causes by preempting or losing a node included."""
+    """Maximum number of restarts, including those by SLURM itself after preemption or a lost node."""
 
     def __post_init__(self) -> None:
         if isinstance(self.mem, int):
@@ -97,13 +97,13 @@ class SlurmConfig:
             time_seconds(self.time)
         for name, value in (self.env or {}).items():
             require(_NAME.fullmatch(name), "env", repr(name), "names of letters, digits and _", "fix its name")
-            fix = "drop it; slurm.master_addr and slurm.master_port say where the ranks meet"
-            require(not _OURS.fullmatch(name), f"env.{name}", repr(value), "no variable of the launch", fix)
+            fix = "drop it; set slurm.master_addr and slurm.master_port for the rendezvous"
+            require(not _OURS.fullmatch(name), f"env.{name}", repr(value), "not a variable of the launcher", fix)
         require(self.command != [], "command", "[]", "at least one word, or null", "drop command")
         self._check_lines()
 
     def _check_lines(self) -> None:
-        """Refuse values that would become two lines of the script."""
+        """Refuse values that would span two lines of the script."""
         values = {name: getattr(self, name) for name in _ONE_LINE}
         for name in ("extra", "container_mounts"):
             values |= {f"{name}[{i}]": value for i, value in enumerate(getattr(self, name) or [])}
@@ -112,9 +112,9 @@ class SlurmConfig:
             require(is_line, field, repr(value), "one line of text without control characters", f"fix {field}")
         for i, text in enumerate(self.extra or []):
             require(text.startswith("-"), f"extra[{i}]", text, "an option of sbatch", "begin it with --")
-            for word in text.partition("=")[0].split():  # the script quotes what stands after the first =
+            for word in text.partition("=")[0].split():  # the script quotes everything after the first =
                 name = word if word.startswith("--") else word[:2]
-                allowed = f"no {name}: the Trainer or a key of the slurm section says it"
+                allowed = f"no {name}: set it in the trainer or slurm section"
                 require(name not in _NOT_EXTRA, f"extra[{i}]", text, allowed, f"drop {name} from slurm.extra")
 
 
@@ -134,7 +134,7 @@ def time_seconds(text: str) -> int | None:
     if match:
         numbers = [int(part) for part in match["rest"].split(":")]
         if match["days"] is None and len(numbers) < 3:
-            numbers = [0, *numbers]  # it begins with minutes
+            numbers = [0, *numbers]  # starts with minutes
         hours, minutes, seconds = [*numbers, 0, 0][:3]
         total = int(match["days"] or 0) * 86400 + hours * 3600 + minutes * 60 + seconds
     if total <= 0:

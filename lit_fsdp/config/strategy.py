@@ -1,6 +1,6 @@
-"""What the strategy factory is told: units, mesh, precision, activation checkpointing, engine.
+"""Arguments of the strategy factory: units, mesh, precision, activation checkpointing, engine.
 
-A word is short for the mapping of its kind with the defaults.
+A plain word is short for the mapping with its defaults.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ActivationMode = Literal["none", "full", "every_n", "selective", "memory_budget"
 LIGHTNING_PRECISION: dict[str, PrecisionMode] = {
     "bf16-mixed": "mixed", "bf16-true": "low_precision", "16-mixed": "fp16_mixed", "32-true": "fp32",
 }  # fmt: skip
-"""Lightning's words for precision, and the modes that they name."""
+"""Maps Lightning's precision names to modes."""
 _DEGREES = ("replicate_degree", "shard_degree")
 _WITHOUT_SHARDS = {
     "sharding": "no_shard", "shard_degree": None, "replicate_degree": None, "cpu_offload": False,
@@ -31,41 +31,41 @@ _WITHOUT_SHARDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class WrapConfig:
-    """Which modules become FSDP units: found from the model, named, by size, or wrapped already."""
+    """Which modules become FSDP units: detected from the model, named, by size, or already wrapped."""
 
     classes: list[str] | None = None
-    """Module class names, each instance of which is one FSDP unit."""
+    """Module class names; each instance becomes one FSDP unit."""
     patterns: list[str] | None = None
-    """Module paths or ends of paths, as model.layers.*.mlp, each match of which is one FSDP unit; * is one part.
-    Experts that are units must all be called by every rank in every step."""
+    """Module paths or path suffixes, as model.layers.*.mlp; each match becomes one FSDP unit; * matches one component.
+    If experts are units, every rank must call all of them in every step."""
     min_num_params: float | None = None
-    """Smallest unit in parameters: modules are grouped bottom-up until they hold this many."""
+    """Minimum number of parameters per unit: modules are grouped bottom-up until they reach it."""
     embedding_and_head: bool | None = None
-    """Also make the input embedding and the output head units of their own unless they are tied; default: true, but
-    false with min_num_params, where size decides."""
+    """Also make the input embedding and the output head separate units unless they are tied; default: true, but false
+    with min_num_params."""
     manual: bool = False
-    """The LightningModule wraps its parts itself in configure_model; only the root is added."""
+    """The LightningModule wraps its modules itself in configure_model; only the root unit is added."""
     max_root_share: float | None = None
-    """Largest share of all parameters, frozen ones too, that may stay in the root unit, 0 to 1; tied weights, which
-    have to stay there, are not counted. Default: 0.5, of what auto and a size leave there only from 10 million on."""
+    """Maximum share of all parameters, including frozen ones, in the root unit, 0 to 1; tied weights, which must stay
+    there, do not count. Default: 0.5; for auto and min_num_params only from 10 million parameters on."""
 
     def __post_init__(self) -> None:
         size, share = self.min_num_params, self.max_root_share
         require(size is None or size >= 1, "min_num_params", size, "at least 1")
         others = self.classes or self.patterns or size is not None or self.embedding_and_head is not None
-        require(not (self.manual and others), "manual", "true beside another choice", "manual alone")
+        require(not (self.manual and others), "manual", "true with another option", "manual only")
         require(share is None or 0 <= share <= 1, "max_root_share", share, "0 to 1")
 
 
 def wrap_from_words(words: list[str]) -> WrapConfig:
-    """Turn a list of class names and path patterns (those with a dot or a star) into its mapping."""
+    """Convert a list of class names and path patterns (those with a dot or a star) into its mapping."""
     require(words, "wrap", words, "auto, or at least one class name or path")
     patterns = [word for word in words if "." in word or "*" in word]
     return WrapConfig(classes=[word for word in words if word not in patterns] or None, patterns=patterns or None)
 
 
 class DtypeRow(NamedTuple):
-    """The dtypes a mode promises: at rest (moments too), in forward and backward, and while gradients are summed."""
+    """The dtypes of a mode: storage (also of moments), forward and backward, and gradient reduction."""
 
     param: DtypeName
     compute: DtypeName
@@ -73,28 +73,28 @@ class DtypeRow(NamedTuple):
 
 
 _ROWS: dict[PrecisionMode, DtypeRow] = {
-    "auto": DtypeRow("fp32", "bf16", "fp32"),  # until the devices are known: what it may be at most
+    "auto": DtypeRow("fp32", "bf16", "fp32"),  # an upper bound until the devices are known
     "mixed": DtypeRow("fp32", "bf16", "fp32"),
     "low_precision": DtypeRow("bf16", "bf16", "bf16"),
     "fp32": DtypeRow("fp32", "fp32", "fp32"),
     "fp16_mixed": DtypeRow("fp32", "fp16", "fp32"),
-    "fp8": DtypeRow("fp32", "bf16", "fp32"),  # linear layers multiply in fp8, all else is as in mixed
+    "fp8": DtypeRow("fp32", "bf16", "fp32"),  # linear layers multiply in fp8, everything else as in mixed
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionConfig:
-    """A precision mode, parts of which may be overridden."""
+    """A precision mode and optional overrides."""
 
     mode: PrecisionMode = "mixed"
-    """mixed: fp32 weights (a frozen base beside adapters bf16, except with fsdp1), bf16 compute; auto: mixed where all
-    devices have bf16 instructions, else fp32; low_precision: bf16 throughout; fp16_mixed: scaled; fp8: Hopper GPUs."""
+    """mixed: fp32 weights (frozen base of adapters: bf16, not with fsdp1), bf16 compute; auto: mixed if all devices
+    have bf16 instructions, else fp32; low_precision: all bf16; fp16_mixed: with loss scaling; fp8: Hopper GPUs."""
     reduce_dtype: DtypeName | None = None
-    """Dtype of gradients while they are summed over ranks; default: the mode's (mixed reduces in fp32)."""
+    """Dtype of the gradient reduction over ranks; default: the mode's (mixed reduces in fp32)."""
     buffer_dtype: DtypeName | None = None
-    """Dtype that floating-point buffers are cast to once; default: as the model made them."""
+    """Dtype to which floating-point buffers are cast once; default: unchanged."""
     fp8_skip: list[str] | None = None
-    """With fp8: linear layers, by part of their path, that stay in bf16; default: lm_head."""
+    """With fp8: linear layers that stay in bf16, by part of their path; default: lm_head."""
 
     def __post_init__(self) -> None:
         mode = self.mode
@@ -105,7 +105,7 @@ class PrecisionConfig:
 
     @property
     def row(self) -> DtypeRow:
-        """The dtypes this choice promises."""
+        """The declared dtypes."""
         row = _ROWS[self.mode]
         return row._replace(reduce=self.reduce_dtype or row.reduce)
 
@@ -115,17 +115,17 @@ class ActivationConfig:
     """An activation checkpointing mode and its details."""
 
     mode: ActivationMode = "none"
-    """none keeps all; full block inputs, and attention of rows twice as long as heads are wide; every_n does so in
-    every n-th block; selective matrix products, attention."""
+    """none keeps all activations; full keeps block inputs, and attention outputs of long rows (twice the total width of
+    the heads); every_n does so in every n-th block; selective keeps matrix products and attention."""
     n: int | None = None
-    """With every_n: one block in n recomputes; default 2."""
+    """With every_n: one block in n is recomputed; default 2."""
     tiles: int | None = None
-    """With full and every_n: parts of the positions for which recomputed blocks keep what is inside of a feed-forward
-    layer one after the other, computed once more; not in mixtures of experts; null: all at once."""
+    """With full and every_n: number of tiles of positions in which recomputed blocks process a feed-forward layer one
+    after the other, with one more recomputation; not in mixtures of experts; null: all at once."""
     memory_budget: float | None = None
     """With memory_budget: share of activation memory the compiler may keep, 0 (as full) to 1 (as none); default 0.5."""
     offload_activations: bool = False
-    """Keep what blocks save in host memory until the backward pass, what selective keeps from torch 2.15 on."""
+    """Offload saved activations of blocks to host memory until the backward pass; selective needs torch 2.15."""
 
     def __post_init__(self) -> None:
         for field, mode in (("n", "every_n"), ("memory_budget", "memory_budget")):
@@ -140,13 +140,13 @@ class ActivationConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ContextConfig:
-    """Ranks that hold a part of the positions of the same rows each, and how attention brings them together."""
+    """Context parallelism: ranks that split the positions of the same rows, and the method of attention across them."""
 
     degree: int = 1
-    """Ranks that share rows, neighbors; a divisor of those over which a copy of the model is split."""
+    """Number of neighboring ranks that share rows; a divisor of the ranks that split one copy of the model."""
     method: Literal["auto", "ulysses", "all_gather"] = "auto"
-    """ulysses exchanges heads for positions, all_gather brings all keys and values to each rank; auto: ulysses where
-    the degree divides the heads."""
+    """ulysses exchanges heads for positions, all_gather gathers all keys and values on each rank; auto: ulysses if the
+    degree divides the number of heads."""
 
     def __post_init__(self) -> None:
         require(self.degree >= 1, "degree", self.degree, "a whole number >= 1")
@@ -154,60 +154,60 @@ class ContextConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyConfig:
-    """Every argument of :func:`lit_fsdp.fsdp_strategy`; a word is short for the mapping with its defaults."""
+    """All arguments of :func:`lit_fsdp.fsdp_strategy`; a plain word is short for the mapping with its defaults."""
 
     engine: Engine = "fsdp2"
-    """fsdp2 is torch's fully_shard, fsdp1 its FullyShardedDataParallel; ddp and single keep whole models."""
+    """fsdp2 is torch's fully_shard, fsdp1 its FullyShardedDataParallel; ddp and single do not shard the model."""
     sharding: Sharding = "full_shard"
-    """What is split: all, gradients and optimizer state, nothing, or all (or these) inside a replica."""
+    """What is sharded: everything, gradients and optimizer state, nothing, or the first two within a replica."""
     shard_degree: int | None = None
-    """Ranks over which one copy of the model is split; -1: all that replicate_degree leaves."""
+    """Number of ranks that shard one copy of the model; -1: all ranks left by replicate_degree."""
     replicate_degree: int | None = None
-    """Copies of the model for hybrid sharding; -1: all that shard_degree leaves; default: the number of nodes."""
+    """Number of model copies for hybrid sharding; -1: all ranks left by shard_degree; default: the number of nodes."""
     context_parallel: int | ContextConfig = 1
-    """fsdp2: so many neighboring ranks get the same rows, and each holds a part of the positions of activations."""
+    """fsdp2: number of neighboring ranks that get the same rows and split the positions of the activations."""
     expert_parallel: int = 1
-    """fsdp2: so many neighboring ranks divide the experts of each layer, and tokens travel to them."""
+    """fsdp2: number of neighboring ranks that split the experts of each layer and exchange tokens."""
     wrap: Literal["auto", "manual"] | list[str] | WrapConfig = "auto"
     """FSDP units: auto (from the model), a list of block classes and path patterns, manual, or a mapping."""
     precision: PrecisionWord | PrecisionConfig | None = None
-    """Storage, compute, reduction and optimizer dtypes: a mode of ours, one of Lightning's words (bf16-mixed,
-    bf16-true, 16-mixed, 32-true), or a mapping; default: what trainer.precision says, else mixed."""
+    """Storage, compute, reduction and optimizer dtypes: a mode, one of Lightning's names (bf16-mixed, bf16-true,
+    16-mixed, 32-true), or a mapping; default: trainer.precision, else mixed."""
     activation_checkpointing: ActivationMode | ActivationConfig = "none"
     """Which activations are recomputed in the backward pass."""
     compile: bool = False
-    """Compile each block by itself with torch.compile."""
+    """Compile each block separately with torch.compile."""
     cpu_offload: bool = False
-    """Keep shards of parameters, gradients and optimizer state in host memory; the optimizer steps there."""
+    """Keep shards of parameters, gradients and optimizer state in host memory; the optimizer runs there."""
     backward_prefetch: Literal["pre", "post", "none"] | int = "pre"
-    """Gather the next unit before (pre) or after (post) this one's gradients; fsdp2: pre, none, or units ahead."""
+    """Gather the next unit before (pre) or after (post) this unit's gradients; fsdp2: pre, none or units ahead."""
     forward_prefetch: bool | int = False
-    """Issue the next gather before this unit's forward; fsdp2: or a number of units ahead."""
+    """Start the next all-gather before the current unit's forward; fsdp2: or a number of units ahead."""
     limit_all_gathers: bool = True
-    """fsdp1: hold the CPU back so that at most two units are gathered at once; fsdp2 always bounds them."""
+    """fsdp1: block the CPU so that at most two units are gathered at once; fsdp2 always limits them."""
     sync_each_micro_batch: bool = True
-    """Reduce gradients after every micro-batch; false: only after the last, at the cost of whole gradients."""
+    """Reduce gradients after every micro-batch; false: only after the last, which keeps full gradients in memory."""
     nonfinite_gradients: NonFinite = "error"
-    """What all ranks do with an optimizer step whose gradients hold inf or nan; ten skipped in a row end the run."""
+    """What to do with an optimizer step whose gradients contain inf or nan; ten skipped steps in a row end the run."""
     use_orig_params: bool = True
-    """FSDP1's name; always true here: names, frozen parts and checkpoints rely on it."""
+    """Option of FSDP1; must be true: names, frozen parameters and checkpoints rely on it."""
     sync_module_states: bool = True
-    """Make weights that are there already rank 0's before sharding; false: trust that they are equal."""
+    """Broadcast weights that are already loaded from rank 0 before sharding; false: assume that they are equal."""
     cpu_ram_efficient_loading: bool = True
-    """Each rank reads its shards only; false: it reads the whole model first."""
+    """Each rank reads only its shards; false: each rank reads the full model first."""
     process_group_backend: str | None = None
     """gloo, nccl, or cpu:gloo,cuda:nccl; default: by device."""
     timeout_seconds: float = 1800.0
-    """How long a collective may wait for a rank."""
+    """Timeout of collectives."""
     find_unused_parameters: bool = True
-    """ddp: look in every step for parameters it did not use; false saves that where there are none, but torch lays out
-    its buckets again after the first step, so that on more than two ranks a resume may differ in the last bits."""
+    """ddp: search for unused parameters in every step; use false if there are none, but then torch rebuilds
+    its buckets after the first step, so a resume on more than two ranks may differ in the last bits."""
     contract: Literal["error", "warn"] | None = None
-    """What a dtype that differs from the precision mode's does; default: error, but warn for somebody's own module."""
+    """Reaction to a dtype that differs from the precision mode; default: error, but warn for third-party modules."""
     state_dict: Literal["sharded", "full"] = "sharded"
-    """Checkpoints as one file per rank (sharded) or one file in all (full)."""
+    """Save checkpoints as one file per rank (sharded) or as a single file (full)."""
     verbose: bool = False
-    """Write what each rank holds to debug/rank-N.json."""
+    """Write the state of each rank to debug/rank-N.json."""
 
     def __post_init__(self) -> None:
         if self.precision is None or isinstance(self.precision, str):
@@ -217,7 +217,7 @@ class StrategyConfig:
             require(not is_wrong, field, given, allowed)
 
     def _rules(self) -> list[tuple[str, Any, Any, str]]:
-        """``(field, whether it is wrong, given, allowed)`` of what an engine or another argument rules out."""
+        """``(field, whether it is wrong, given, allowed)`` for conflicts with the engine or another argument."""
         precision, wrap, seconds = self.precision_config, self.wrap_config, self.timeout_seconds
         fsdp1, fsdp2, single = (self.engine == name for name in ("fsdp1", "fsdp2", "single"))
         unused, held = self.find_unused_parameters, not self.sync_each_micro_batch
@@ -229,13 +229,13 @@ class StrategyConfig:
         rules: list[tuple[str, Any, Any, str]] = [
             ("timeout_seconds", not 0 < seconds <= 7 * 86400, seconds, "above 0, at most a week"),
             ("find_unused_parameters", not unused and self.engine != "ddp", "false", "false with ddp only"),
-            ("precision.reduce_dtype", single and precision.reduce_dtype, "one with single", "no reduce_dtype"),
+            ("precision.reduce_dtype", single and precision.reduce_dtype, "set with single", "no reduce_dtype"),
             ("wrap", wrap.manual and not self.is_sharded, f"manual with {self.engine}", "manual with fsdp1 or fsdp2"),
             ("wrap", wrap.manual and precision.mode == "fp8", "manual with fp8", "auto, names or a size"),
             ("backward_prefetch", fsdp2 and self.backward_prefetch == "post", "post", "post with fsdp1 only"),
             ("limit_all_gathers", fsdp2 and not self.limit_all_gathers, "false with fsdp2", "false with fsdp1 only"),
             ("sync_each_micro_batch", fsdp1 and held and mixes, f"false with fsdp1 and {precision.mode}",
-             "true, precision fp32 or low_precision, or fsdp2: fsdp1 adds up in what it computes in"),
+             "true, precision fp32 or low_precision, or fsdp2: fsdp1 accumulates in the compute dtype"),
             ("sync_each_micro_batch", fsdp1 and held and self.cpu_offload, "false with fsdp1 and cpu_offload", "true"),
             ("context_parallel", cuts and not fsdp2, f"above 1 with {self.engine}", "1, or engine: fsdp2"),
             ("context_parallel", cuts and not split, "above 1 with no_shard", "a sharding that splits parameters"),
@@ -257,17 +257,17 @@ class StrategyConfig:
             rules.append((name, is_wrong, ahead, "a number of units >= 1, with fsdp2 only"))
         for name in _DEGREES:
             degree = getattr(self, name)
-            rules.append((name, degree not in (None, -1) and degree < 1, degree, ">= 1, or -1 for what is left"))
+            rules.append((name, degree not in (None, -1) and degree < 1, degree, ">= 1, or -1 for the remaining ranks"))
         return rules
 
     @property
     def is_sharded(self) -> bool:
-        """Whether the engine shards at all."""
+        """Whether the engine shards."""
         return self.engine in ("fsdp1", "fsdp2")
 
     @property
     def is_hybrid(self) -> bool:
-        """Whether there are copies, each of them split."""
+        """Whether the model has several copies, each of them sharded."""
         return self.is_sharded and self.sharding in ("hybrid_shard", "hybrid_shard_zero2")
 
     @property
@@ -298,12 +298,12 @@ class StrategyConfig:
 
     @property
     def frozen_dtype(self) -> DtypeName:
-        """Storage dtype of what is frozen beside adapters; fsdp1 makes one tensor of all parameters of a unit."""
+        """Storage dtype of the frozen base of adapters; fsdp1 flattens all parameters of a unit into one tensor."""
         row = self.precision_config.row
         return "bf16" if row.compute == "bf16" and self.engine != "fsdp1" else row.param
 
     def on(self, has_bf16: bool) -> StrategyConfig:
-        """The same with the mode that ``precision: auto`` is on devices with or without bf16 instructions."""
+        """Return this config with ``precision: auto`` resolved for devices with or without bf16 instructions."""
         given = self.precision_config
         if given.mode != "auto":
             return self
@@ -318,7 +318,7 @@ class StrategyConfig:
 
     @property
     def replaced(self) -> dict[str, str]:
-        """What ``ddp`` and ``single`` put in place of choices about shards, which do not change what is computed."""
+        """Sharding options that ``ddp`` and ``single`` replace; the results do not change."""
         if self.is_sharded:
             return {}
         return {
@@ -329,7 +329,7 @@ class StrategyConfig:
 
 
 def check_quantized(config: StrategyConfig, path: str) -> None:
-    """Refuse what cannot hold a base in 4 bits, packed into bf16 numbers that nothing may cast or take apart."""
+    """Refuse options that cannot keep a 4-bit base model, whose packed bf16 numbers must not be cast or split."""
     quantized, mode = "with model.lora.quantize", config.precision_config.mode
     fits, allowed = config.engine != "fsdp1", "fsdp2 | ddp | single: fsdp1 casts all weights of a unit"
     require(fits, f"{path}.engine", f"fsdp1 {quantized}", allowed)
@@ -339,40 +339,40 @@ def check_quantized(config: StrategyConfig, path: str) -> None:
 
 
 def check_accumulation(config: StrategyConfig, steps: int, path: str, fix: str) -> None:
-    """Refuse several micro-batches per optimizer step where torch keeps the gradient of the last one alone.
+    """Refuse several micro-batches per optimizer step where torch keeps only the gradient of the last one.
 
     Source: the limitations in the docstring of torch's ``FullyShardedDataParallel``.
     """
     given = f"fsdp1 with cpu_offload and {steps} micro-batches per optimizer step"
-    allowed = "one micro-batch there, as torch keeps the gradient of the last one alone; or fsdp2"
+    allowed = "one micro-batch, because torch keeps only the gradient of the last one; or fsdp2"
     fits = steps == 1 or config.engine != "fsdp1" or not config.cpu_offload
     require(fits, f"{path}.engine", given, allowed, f"set engine: fsdp2, or {fix}")
 
 
 _NEEDS = {
-    "Adafactor": ("ddp | single", "it takes means over rows and columns of whole matrices"),
+    "Adafactor": ("ddp | single", "it needs means over rows and columns of unsharded matrices"),
     "torchao.": ("fsdp2 | ddp | single", "fsdp1 cannot gather its 8-bit blocks for a checkpoint"),
-    "Muon": ("fsdp2 | ddp | single", "it needs whole matrices, of which fsdp1 gives flat parts"),
+    "Muon": ("fsdp2 | ddp | single", "it needs unsharded matrices, but fsdp1 provides flat shards"),
     "bitsandbytes.": (
         "none",
-        "no checkpoint holds its state; torchao.optim.AdamW8bit works with fsdp2, ddp and single",
+        "checkpoints cannot store its state; torchao.optim.AdamW8bit works with fsdp2, ddp and single",
     ),
-    "Rprop": ("fsdp1 | ddp | single", "it writes to gradients by a mask, which torch does not do on shards"),
+    "Rprop": ("fsdp1 | ddp | single", "it writes gradients through a mask, which torch does not support on shards"),
     "LBFGS": ("none", "it computes the loss several times per step"),
-    "SparseAdam": ("none", "it takes sparse gradients alone"),
+    "SparseAdam": ("none", "it accepts only sparse gradients"),
 }
-"""By a word in its path: the engines that an optimizer needs, and why."""
+"""Maps a word in the path of an optimizer to the engines that it needs, and why."""
 _KNOWN = ("torch", "torchao", "transformers", "bitsandbytes", "lit_fsdp")
 OTHER_OPTIMIZER = "write torch.optim.AdamW, which works with every engine"
 
 
 def check_optimizer(path: str, engine: str, field: str) -> None:
-    """Refuse an optimizer, by the path of its class, that fails on an engine or computes something else of its shards.
+    """Refuse an optimizer, by its class path, that fails on an engine or computes different results on its shards.
 
-    Of other packages nobody knows what their classes do: :mod:`lit_fsdp.parallel.trial` tries them.
+    Optimizers of other packages are unknown here: :mod:`lit_fsdp.parallel.trial` tries them.
     """
     if path.startswith("torchao.optim."):
-        allowed = "AdamW8bit | Adam8bit of torchao.optim, whose state a checkpoint can hold"
+        allowed = "AdamW8bit | Adam8bit of torchao.optim, whose state can be saved in checkpoints"
         fits = path.rpartition(".")[2] in ("AdamW8bit", "Adam8bit")
         require(fits, "model.optim.class_path", path, allowed, "write torchao.optim.AdamW8bit")
     for word, (engines, why) in _NEEDS.items() if path.partition(".")[0] in _KNOWN else ():
@@ -384,9 +384,9 @@ def check_optimizer(path: str, engine: str, field: str) -> None:
 
 
 def mesh_shape(config: StrategyConfig, num_nodes: int, world_size: int, path: str = "") -> tuple[int, int]:
-    """``(replicate_degree, shard_degree)``: copies of the model and ranks over which each copy is split.
+    """``(replicate_degree, shard_degree)``: copies of the model and ranks that shard each copy.
 
-    Hybrid sharding has by default a copy per node. ``path`` is that of the strategy's arguments, for errors.
+    Hybrid sharding defaults to one copy per node. ``path`` is the path of the strategy's arguments, for errors.
     """
 
     def check(fits: bool, field: str, given: str, allowed: str) -> None:

@@ -1,4 +1,4 @@
-"""What other trainers call a key, a verb or a flag, and what it is here; looked up where such a word is refused."""
+"""Names of keys, verbs and flags in other trainers, and ours; used for suggestions when an unknown name is refused."""
 
 from __future__ import annotations
 
@@ -66,29 +66,29 @@ _FLAGS = {
     "--max_new_tokens": "max_tokens max_length",
 }
 HERE, VERBS = ({word: ours for ours, words in table.items() for word in words.split()} for table in (_KEYS, _VERBS))
-"""Their key, or verb, to ours; behind ours may stand a value, or a flag."""
+"""Maps their key or verb to ours, which may be followed by a value or a flag."""
 _SECTIONS = {"model": "--model.name VALUE", "data": "--data.train VALUE", "model.lora": "model.lora: {}",
              "resume": "--ckpt_path last", "model.optim": "--model.optim.class_path torch.optim.AdamW"}  # fmt: skip
 ROWS_FILES = (".jsonl", ".json", ".csv", ".tsv", ".txt", ".parquet", ".arrow", ".gz")
 
 
 def here(name: str) -> str:
-    """What a key of another trainer, alone or below a section, is here; empty where it is not known."""
+    """Our name for a key of another trainer, alone or below a section; empty if unknown."""
     name = name.replace("-", "_")
     return HERE.get(name) or HERE.get(name.rpartition(".")[2], "")
 
 
 def meant_flag(name: str, flags: list[str]) -> str:
-    """The one of a verb's ``flags`` that another name for it means; empty where it is not known."""
+    """The flag among a verb's ``flags`` that ``name`` means; empty if unknown."""
     return next((flag for flag, words in _FLAGS.items() if flag in flags and name[2:] in words.split()), "")
 
 
 def section_fix(section: str, value: str = "VALUE") -> str:
-    """What to write in place of one value for a whole section."""
+    """What to write instead of one value for a whole section."""
     return _SECTIONS.get(section, f"--{section}.KEY VALUE").replace("VALUE", value)
 
 
 def underscored(word: str) -> str:
-    """A word of the command line with ``_`` for ``-`` in the name of a flag, but in no value and no name of a user."""
-    names = r"--(data\.(val|test|turns\.roles)(?=\.)|[^=]*)"  # below these, sets and roles have names of the user's
+    """Replace ``-`` by ``_`` in the flag name of a command-line word, but not in values or user-defined names."""
+    names = r"--(data\.(val|test|turns\.roles)(?=\.)|[^=]*)"  # sets and roles below these have user-defined names
     return re.sub(f"^{names}", lambda found: f"--{found[0][2:].replace('-', '_')}", word)

@@ -1,1 +1,1 @@
-"""How a run gets onto machines: jobs of SLURM."""
+"""Launching runs: local ranks, SLURM jobs, doctor."""

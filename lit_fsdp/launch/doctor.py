@@ -1,6 +1,6 @@
-"""What ``lit-fsdp doctor`` finds on one machine, judged: versions, devices and the disk of the run folder.
+"""Checks of ``lit-fsdp doctor`` on one machine: versions, devices and the disk of the run folder.
 
-Nothing here imports torch, which may be what is broken: a process of its own is asked for the devices.
+Nothing here imports torch, which may be broken: a separate process reports the devices.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Grade = Literal["ok", "warn", "fail"]
 
 @dataclass(frozen=True)
 class Row:
-    """What was looked at, what was found, and what to do about it."""
+    """The result of one check, with its grade and fix."""
 
     name: str
     found: str
@@ -34,11 +34,11 @@ class Row:
 
 @dataclass
 class Report:
-    """Everything that was found, on one machine or on all ranks of a job."""
+    """All results, of one machine or of all ranks of a job."""
 
     rows: list[Row] = field(default_factory=list)
     rates: list[dict[str, Any]] = field(default_factory=list)
-    """Of the timed all-reduce: ``bytes``, ``ms`` of the slowest rank, ``ranks``, ``bus_gb_per_second``."""
+    """Results of the timed all-reduce: ``bytes``, ``ms`` of the slowest rank, ``ranks``, ``bus_gb_per_second``."""
 
     @property
     def exit_code(self) -> int:
@@ -48,29 +48,29 @@ class Report:
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """What the recipe asks of the machine; without one, the defaults."""
+    """The requirements of the recipe; defaults without a recipe."""
 
-    run_folder: Path  # it may not be there yet
-    accelerator: str | None = None  # as the Trainer takes it
-    devices: int | None = None  # per node; None: all that are there
+    run_folder: Path  # may not exist yet
+    accelerator: str | None = None  # the Trainer's argument
+    devices: int | None = None  # per node; None: all available
     nodes: int = 1
-    checkpoint_bytes: int | None = None  # of one; None: not known
-    num_checkpoints: int = 0  # on the disk at the same time, the one being written included
+    checkpoint_bytes: int | None = None  # per checkpoint; None: unknown
+    num_checkpoints: int = 0  # on disk at the same time, including the one being written
 
 
 def judged(name: str, found: str, is_ok: bool, fix: str, otherwise: Grade = "fail") -> Row:
-    """Build a row that is ok, or has another grade and its fix."""
+    """Build a row with grade ok, or with another grade and its fix."""
     return Row(name, found) if is_ok else Row(name, found, otherwise, fix)
 
 
 def nearest(folder: Path) -> Path:
-    """Return the folder itself or the closest one above it that exists, links followed."""
+    """Return the folder or its closest existing parent, with links resolved."""
     folder = folder.expanduser().absolute()
     return next(path for path in (folder, *folder.parents) if path.is_dir()).resolve()
 
 
 def ask_torch(seconds: float = 120) -> dict[str, Any]:
-    """Run :func:`lit_fsdp.launch.doctor_ranks.device_facts` in a process of its own; ``{"error": why}`` if it fails."""
+    """Run :func:`lit_fsdp.launch.doctor_ranks.device_facts` in a separate process; ``{"error": why}`` if it fails."""
     words = [sys.executable, "-m", "lit_fsdp.launch.doctor_ranks"]
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=seconds, check=False)  # noqa: S603
@@ -82,12 +82,12 @@ def ask_torch(seconds: float = 120) -> dict[str, Any]:
 
 
 def judge_machine(wanted: Wanted, facts: Mapping[str, Any], processes: int) -> list[Row]:
-    """Judge this machine by the facts of :func:`ask_torch`, for ``processes`` on the devices and cores seen."""
+    """Judge this machine with the facts of :func:`ask_torch`, for ``processes`` processes."""
     return [*judge_versions(), *judge_devices(facts, wanted, processes), judge_disk(wanted)]
 
 
 def judge_versions() -> list[Row]:
-    """Compare each package that a run imports with the floors of our own metadata."""
+    """Compare each required package with the version range of our metadata."""
     from packaging.requirements import Requirement
     from packaging.version import Version
 
@@ -95,13 +95,13 @@ def judge_versions() -> list[Row]:
     try:
         lines = importlib.metadata.requires("lit-fsdp") or ()
     except importlib.metadata.PackageNotFoundError:
-        found = "not installed, so the versions it needs are not known"
+        found = "not installed, so the required versions are unknown"
         return [*rows, Row("lit-fsdp", found, "warn", "python -m pip install -e . in the checkout")]
     for need in map(Requirement, lines):
         if need.marker is None or need.marker.evaluate({"extra": ""}):
             version = next((d.version for d in importlib.metadata.distributions(name=need.name)), None)
             fix = f'python -m pip install "{need.name}{need.specifier}"'
-            # containers ship 2.11.0a0+... as their 2.11
+            # NVIDIA containers ship 2.11.0a0+... as 2.11
             is_ok = version is not None and need.specifier.contains(Version(version).base_version)
             rows.append(judged(need.name, f"{version or 'not installed'} ({need.specifier})", is_ok, fix))
     return rows
@@ -110,7 +110,7 @@ def judge_versions() -> list[Row]:
 def judge_devices(facts: Mapping[str, Any], wanted: Wanted, processes: int) -> list[Row]:
     """Judge torch, GPUs and NCCL."""
     if "error" in facts:
-        return [Row("torch loads", facts["error"], "fail", "install torch again: pytorch.org/get-started")]
+        return [Row("torch loads", facts["error"], "fail", "reinstall torch: pytorch.org/get-started")]
     gpus, build, in_dev = facts["gpus"], facts["build"], facts["device_files"]
     if wanted.accelerator == "cpu":
         return [Row("GPUs", f"{len(gpus)}, not used: the recipe is for the CPU (torch for {build})")]
@@ -120,7 +120,7 @@ def judge_devices(facts: Mapping[str, Any], wanted: Wanted, processes: int) -> l
         return [Row("GPUs", found, "fail" if wanted.accelerator in ("gpu", "cuda") or in_dev else "warn", fix)]
     kinds = sorted({f"{gpu['name']} {gpu['gib']:.0f} GiB" for gpu in gpus})
     found = f"{len(gpus)} × {', '.join(kinds)} (torch for {build}, driver {facts['driver']})"
-    fix = f"set trainer.devices: {len(gpus)}, or run where there are {processes}"
+    fix = f"set trainer.devices: {len(gpus)}, or run on {processes} GPUs"
     rows = [judged("GPUs", found, len(gpus) >= processes, fix)]
     if without := sorted({gpu["name"] for gpu in gpus if not gpu["has_bf16"]}):
         fix = "set trainer.strategy.init_args.precision: auto, which is fp32 there, or fp16_mixed"
@@ -130,12 +130,12 @@ def judge_devices(facts: Mapping[str, Any], wanted: Wanted, processes: int) -> l
 
 
 def judge_disk(wanted: Wanted) -> Row:
-    """Judge the room for the checkpoints that are kept at a time."""
+    """Judge the disk space for the checkpoints kept at the same time."""
     folder, count = nearest(wanted.run_folder / "checkpoints"), wanted.num_checkpoints
     free = shutil.disk_usage(folder).free
     found, needed = f"{size_words(free)} free at {folder}", count * (wanted.checkpoint_bytes or 0)
     if count and wanted.checkpoint_bytes is None:
-        return Row("run folder", f"{found}; the size of a checkpoint is not known", "warn", "check model.name")
+        return Row("run folder", f"{found}; the checkpoint size is unknown", "warn", "check model.name")
     found += f"; {count} checkpoint(s) of {size_words(needed / count)} at a time" if count else ""
     fix = f"free {size_words(needed - free)}, lower checkpoint.keep_last, or set another trainer.default_root_dir"
     return judged("run folder", found, free >= needed, fix)

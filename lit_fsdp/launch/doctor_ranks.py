@@ -1,7 +1,7 @@
-"""What ``lit-fsdp doctor`` finds with several ranks: who came, one run folder, a timed all-reduce and a trial save.
+"""Checks of ``lit-fsdp doctor`` with several ranks: rendezvous, run folder, a timed all-reduce and a trial save.
 
-Each process that was started, by srun, by torchrun or alone, runs its rank as a process of its own, so that one that
-hangs or dies is a row and not the end of the table. All messages go through the ``TCPStore`` of the launch.
+Each process, started by srun, torchrun or alone, runs its rank in a child process, so that a rank that hangs or dies
+becomes a row instead of ending the table. All messages go through the ``TCPStore`` of the launch.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from lit_fsdp.launch.doctor import MIB, Report, Row, Wanted, judged, nearest
 
 ARRIVE_SECONDS = 180.0
 COLLECTIVE_SECONDS = 60.0
-RANKS_SECONDS = 300.0  # for everything that the ranks do, their imports included
+RANKS_SECONDS = 300.0  # total for the ranks, including imports
 _SEE_SECONDS = 5.0
 _SAVE_BYTES = 48 * MIB
 _SIZES = {"gloo": (64 * 1024, MIB, 16 * MIB, 64 * MIB), "nccl": (MIB, 16 * MIB, 128 * MIB, 512 * MIB)}
 _WAY_OUT = {
-    "gloo": "open all TCP ports between the nodes; set GLOO_SOCKET_IFNAME to the network they share (alone: lo)",
-    "nccl": "NCCL_DEBUG=INFO in front of the same command shows its way; see nvidia-smi topo -m, NCCL_SOCKET_IFNAME",
+    "gloo": "open all TCP ports between the nodes; set GLOO_SOCKET_IFNAME to their shared network (one node: lo)",
+    "nccl": "run the same command with NCCL_DEBUG=INFO; see nvidia-smi topo -m and NCCL_SOCKET_IFNAME",
 }
 _SAME_ON_ALL = ("Python", "torch", "lightning", "transformers", "datasets")
 _log = logging.getLogger(__name__)
 
 
 def device_facts() -> dict[str, Any]:
-    """Ask torch about its build and the GPUs that this process may use."""
+    """Collect torch's build and the GPUs that this process may use."""
     from torch.utils import collect_env
 
     why_not, cuda = "", torch.version.cuda
@@ -63,13 +63,13 @@ def device_facts() -> dict[str, Any]:
 
 
 def examine(rows: Sequence[Row], wanted: Wanted, num_gpus: int) -> Report:
-    """Examine all nodes together with the other processes of this launch; an empty report but on rank 0.
+    """Examine all nodes together with the other processes of this launch; the report is empty except on rank 0.
 
-    ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR`` and ``MASTER_PORT`` say which one this is; ``rows`` are
-    what the first process of each node has found there.
+    ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR`` and ``MASTER_PORT`` identify this process; ``rows`` are
+    the results of the first process of each node.
 
     Raises:
-        torch.distributed.DistError: The processes do not meet, or rank 0 is gone.
+        torch.distributed.DistError: The rendezvous failed, or rank 0 has ended.
     """
     arrive, report = timedelta(seconds=ARRIVE_SECONDS), Report()
     rank, started = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -91,7 +91,7 @@ def examine(rows: Sequence[Row], wanted: Wanted, num_gpus: int) -> Report:
                 nodes = sum(one["is_leader"] for one in arrived)
                 world, backend = started if started > 1 else own, "nccl" if on_gpu else "gloo"
                 plan = {"backend": backend, "world": world, "nodes": nodes, "folder": folder}
-                _log.info("measuring on %d rank(s) by %s", world, backend)
+                _log.info("measuring on %d rank(s) with %s", world, backend)
             store.set("plan", json.dumps(plan))
         store.wait(["plan"], 2 * arrive)
         if plan := json.loads(store.get("plan")):
@@ -108,7 +108,7 @@ def _connect(**options: Any) -> dist.Store:
 
 
 def _collect(store: dist.Store, key: str, count: int, seconds: float = 0.0) -> list[str]:
-    """Collect what ``count`` ranks have set as ``key``, once all have or the time is over; empty where one has not."""
+    """Collect the values of ``key`` from ``count`` ranks until all are set or time is up; missing values are empty."""
     names, deadline = [f"{key}/{rank}" for rank in range(count)], time.monotonic() + seconds
     for name in names:
         left = deadline - time.monotonic()
@@ -119,7 +119,7 @@ def _collect(store: dist.Store, key: str, count: int, seconds: float = 0.0) -> l
 
 
 def _scratch(stack: contextlib.ExitStack, wanted: Wanted, rows: list[Row]) -> str:
-    """Make a hidden folder where the run's checkpoints will lie, gone with ``stack``; empty if none can be made."""
+    """Create a hidden folder where checkpoints will be, removed with ``stack``; return "" if that fails."""
     folder = nearest(wanted.run_folder / "checkpoints")
     try:
         made = tempfile.TemporaryDirectory(prefix=".lit-fsdp-doctor-", dir=folder, ignore_cleanup_errors=True)
@@ -131,9 +131,9 @@ def _scratch(stack: contextlib.ExitStack, wanted: Wanted, rows: list[Row]) -> st
 
 
 def _arrival(rank: int, rows: Sequence[Row], folder: str) -> dict[str, Any]:
-    """Describe this process's node to rank 0, and whether it sees the folder that rank 0 has made."""
+    """Describe this process's node, and whether it sees the folder created by rank 0."""
     deadline = time.monotonic() + _SEE_SECONDS
-    while folder and not os.path.isdir(folder) and time.monotonic() < deadline:  # a network file system takes a moment
+    while folder and not os.path.isdir(folder) and time.monotonic() < deadline:  # a network file system may lag
         time.sleep(0.2)
     return {
         "rank": rank,
@@ -147,36 +147,36 @@ def _arrival(rank: int, rows: Sequence[Row], folder: str) -> dict[str, Any]:
 def judge_arrivals(
     arrived: Sequence[Mapping[str, Any]], started: int, wanted: Wanted, here: Sequence[Row]
 ) -> list[Row]:
-    """Judge which processes came, what their nodes share, and what is wrong on one of them but not ``here``."""
+    """Judge which processes arrived, what their nodes share, and problems of other nodes that are not ``here``."""
     leaders = [one for one in arrived if one["is_leader"]]
     rows = []
     if len(leaders) != wanted.nodes:
         fix = f"srun --nodes={wanted.nodes} --ntasks-per-node={wanted.devices or 1} in front of the same command"
-        found = f"{wanted.nodes} wanted, {len(leaders)} looked at"
+        found = f"{wanted.nodes} requested, {len(leaders)} checked"
         rows.append(Row("nodes", found, "fail" if started > 1 else "warn", fix))
     if started > 1:
         absent = sorted({*range(started)} - {one["rank"] for one in arrived})
         found = f"{started} on {', '.join(one['node'] for one in leaders)}"
-        found += f"; not there: {', '.join(map(str, absent))}" if absent else ""
-        fix = "see what they wrote on standard error; open all TCP ports between the nodes"
+        found += f"; missing: {', '.join(map(str, absent))}" if absent else ""
+        fix = "see their standard error; open all TCP ports between the nodes"
         rows.append(judged("ranks", found, not absent, fix))
     if len(leaders) > 1 and arrived[0]["sees"]:
         blind = ", ".join(dict.fromkeys(one["node"] for one in arrived if not one["sees"]))
-        found = f"{wanted.run_folder} is {f'not the same on {blind}' if blind else 'the same'}"
-        fix = "set trainer.default_root_dir to a folder on a file system that all nodes see"
+        found = f"{wanted.run_folder} is {f'not shared with {blind}' if blind else 'shared'}"
+        fix = "set trainer.default_root_dir to a folder on a shared file system"
         rows.append(judged("shared run folder", found, not blind, fix))
     for one in leaders[1:]:
         for row in (Row(**values) for values in one["rows"]):
             name = f"{row.name} on {one['node']}"
             if row.name in _SAME_ON_ALL and row not in here:
-                rows.append(Row(name, row.found, "fail", "install into one folder that all nodes see"))
+                rows.append(Row(name, row.found, "fail", "use one installation on a shared file system"))
             elif row.fix and row not in here:
                 rows.append(Row(name, row.found, row.grade, row.fix))
     return rows
 
 
 def _run_ranks(store: dist.Store, plan: Mapping[str, Any], first: int, count: int) -> list[str]:
-    """Run the ranks from ``first`` on to their end; one line for each that was in trouble."""
+    """Run the ranks from ``first`` on until they end; return one line for each failed rank."""
     ranks = mp.start_processes(run_rank, ({**plan, "parent": os.getpid()}, first), count, join=False, daemon=True)
     deadline, problems = time.monotonic() + RANKS_SECONDS, []
     try:
@@ -186,10 +186,10 @@ def _run_ranks(store: dist.Store, plan: Mapping[str, Any], first: int, count: in
         for rank, process in enumerate(ranks.processes, first):
             code, keys = process.exitcode, (f"phase/{rank}", f"error/{rank}")
             phase, what = (store.get(key).decode() if store.check([key]) else "" for key in keys)
-            if code is not None and code < 0 and code != -signal.SIGTERM:  # by which torch ends who still waits
+            if code is not None and code < 0 and code != -signal.SIGTERM:  # torch ends waiting ranks with it
                 what = f"killed by {signal.Signals(-code).name}"
             if code != 0:
-                problems.append(f"rank {rank} in {phase or 'its imports'}: {what or 'did not come to an end'}")
+                problems.append(f"rank {rank} in {phase or 'its imports'}: {what or 'did not finish'}")
     finally:
         for process in ranks.processes:
             process.kill()
@@ -197,10 +197,10 @@ def _run_ranks(store: dist.Store, plan: Mapping[str, Any], first: int, count: in
 
 
 def run_rank(index: int, plan: Mapping[str, Any], first: int) -> None:
-    """Run one rank: rendezvous, all-reduce, trial save, each announced in the store before it begins."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # torch sends it when the parent is gone, whatever blocks here
-    os.dup2(2, 1)  # NCCL_DEBUG writes to standard output, which is the report's
-    if os.getppid() != plan["parent"]:  # it went before it could be watched
+    """Run one rank: rendezvous, all-reduce, trial save, each announced in the store before it starts."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # torch sends it when the parent has ended
+    os.dup2(2, 1)  # NCCL_DEBUG writes to standard output, which is reserved for the report
+    if os.getppid() != plan["parent"]:  # the parent ended before it could be watched
         return
     store = _connect(is_master=False)
     rank, device, backend = first + index, torch.device("cpu"), "gloo"
@@ -222,19 +222,19 @@ def run_rank(index: int, plan: Mapping[str, Any], first: int) -> None:
         saved = trial_save(Path(plan["folder"], "step-00000001"), _SAVE_BYTES * plan["nodes"], device)
         store.set("saved", json.dumps(saved))
         dist.destroy_process_group()
-        os._exit(0)  # what is left of gloo's threads can abort an interpreter that shuts down
+        os._exit(0)  # remaining gloo threads can abort an interpreter that shuts down
     except Exception as error:
         store.set(f"error/{rank}", " ".join(f"{type(error).__name__}: {error}".split())[:600])
-        os._exit(1)  # the orderly end of a broken group could wait forever
+        os._exit(1)  # an orderly shutdown of a broken group could wait forever
 
 
 def time_all_reduce(num_bytes: int, device: torch.device, repeats: int = 5) -> float:
-    """Time one all-reduce in fp32, in milliseconds, after comparing its sums; collective."""
+    """Check the sums of an all-reduce in fp32 and time it, in milliseconds; collective."""
     tensor = torch.ones(num_bytes // 4, device=device)
-    dist.all_reduce(tensor)  # makes connections and buffers too
+    dist.all_reduce(tensor)  # also creates connections and buffers
     if not bool((tensor == dist.get_world_size()).all()):
         raise RuntimeError("wrong sums")
-    tensor.zero_()  # stays finite however often it is summed
+    tensor.zero_()  # stays finite in repeated sums
     tensor[0].item()  # waits for the device
     start = time.perf_counter()
     for _ in range(repeats):
@@ -244,7 +244,7 @@ def time_all_reduce(num_bytes: int, device: torch.device, repeats: int = 5) -> f
 
 
 def trial_save(folder: Path, num_bytes: int, device: torch.device) -> tuple[int, float]:
-    """Save and verify a checkpoint by the code that a run saves with; returns bytes and seconds; collective."""
+    """Save and verify a checkpoint with the code of a run; return bytes and seconds; collective."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard
 
@@ -261,12 +261,12 @@ def trial_save(folder: Path, num_bytes: int, device: torch.device) -> tuple[int,
 
 
 def _report_ranks(store: dist.Store, plan: Mapping[str, Any], started: int, report: Report) -> None:
-    """Add rates and rows, once the ranks of all processes have ended."""
+    """Add rates and rows after the ranks of all processes have ended."""
     name, world = f"all-reduce by {plan['backend']}", plan["world"]
     ended = _collect(store, "ended", started, RANKS_SECONDS)
     problems = [f"rank {rank}: killed, with its parent" for rank, text in enumerate(ended) if not text]
     problems += [problem for text in ended if text for problem in json.loads(text)]
-    problems.sort(key=lambda text: (": killed" not in text, "did not come" in text))  # the cause before those it hit
+    problems.sort(key=lambda text: (": killed" not in text, "did not finish" in text))  # the cause first
     found, way_out = "; ".join(problems[:3]), _WAY_OUT[plan["backend"]]
     rates = [json.loads(text) for text in _collect(store, "rates", world) if text]
     for of_size in zip(*rates, strict=True):
@@ -274,7 +274,7 @@ def _report_ranks(store: dist.Store, plan: Mapping[str, Any], started: int, repo
         bus = size / ms / 1e6 * 2 * (world - 1) / world
         report.rates.append({"bytes": size, "ms": ms, "ranks": world, "bus_gb_per_second": bus})
     if found and len(rates) < world:
-        fix = "dmesg says who ended it: a lack of memory does" if "SIGKILL" in found else way_out
+        fix = "see dmesg: it may have run out of memory" if "SIGKILL" in found else way_out
         report.rows.append(Row(name, found, "fail", fix))
         return
     if report.rates:

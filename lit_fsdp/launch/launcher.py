@@ -1,7 +1,7 @@
-"""Who started this process, and whether it started as many as the recipe says.
+"""Detect the launcher of this process, and check that it started as many processes as the recipe needs.
 
-Plain, ``torchrun`` and ``srun`` start the same recipe. A wrong mixture would wait for ranks that never come, or train
-several runs side by side; it is refused before torch is loaded, on every rank alike, so that none waits for another.
+Start a recipe directly, by ``torchrun`` or by ``srun``. A wrong combination would wait for ranks that never start, or
+train several runs at once; every rank refuses it before torch is loaded, so that none waits for another.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from typing import Any
 from lit_fsdp.errors import require
 
 _SHELLS = ("bash", "interactive")
-"""Names of jobs that Lightning takes for a shell, in which it starts processes by itself."""
+"""Job names that Lightning treats as a shell, in which it starts processes itself."""
 OTHER_LAUNCHERS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "LSB_JOBID")
 _BY_HAND = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK")
 _OF_TASKS = ("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID")
 _TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 _TORCHRUN = (
     "start torchrun --nnodes {nodes} --nproc-per-node {devices} (in a batch script: exec torchrun, and "
-    "#SBATCH --signal=B:TERM@120, as torchrun dies of USR1)"
+    "#SBATCH --signal=B:TERM@120, as USR1 kills torchrun)"
 )
 
 
 def adopt_step(environment: MutableMapping[str, str]) -> None:
-    """Make SLURM's variables say what is true of the job step that this process is in, for Lightning, which reads them.
+    """Correct SLURM's variables for the job step of this process, because Lightning reads them.
 
-    A single task, also that of a batch script, starts the ranks itself and is none of several. Of a step of several
-    tasks some variables are the allocation's, as salloc and sbatch were asked for it: its name, by which Lightning
-    takes every step of an ``salloc`` for a shell and would start processes in each task; its nodes, of which a step may
-    have others first; its tasks per node.
+    A single task, also that of a batch script, starts the ranks itself. In a step of several tasks some variables
+    describe the allocation of salloc or sbatch instead: its name, because of which Lightning treats every step of an
+    ``salloc`` as a shell and would start processes in each task; its nodes, whose first may differ from the step's; its
+    tasks per node.
     """
     if "TORCHELASTIC_RUN_ID" in environment or "SLURM_JOB_ID" not in environment:
         return
@@ -54,7 +54,7 @@ def check_launch(trainer: Mapping[str, Any], environment: Mapping[str, str]) -> 
     """Compare ``trainer.devices`` and ``num_nodes`` with what torchrun or srun started, after :func:`adopt_step`.
 
     Raises:
-        ConfigError: The numbers differ, or some ranks were not started at all.
+        ConfigError: The numbers differ, or some ranks were not started.
     """
     devices, nodes = devices_of(trainer), int(trainer.get("num_nodes") or 1)
     if "TORCHELASTIC_RUN_ID" in environment:
@@ -63,7 +63,7 @@ def check_launch(trainer: Mapping[str, Any], environment: Mapping[str, str]) -> 
         _check_srun(devices, nodes, environment)
     elif nodes > 1 and not any(name in environment for name in OTHER_LAUNCHERS):
         missing = ", ".join(name for name in _BY_HAND if not environment.get(name))
-        given = f"{nodes}, but nothing started the processes of the other nodes, and {missing} not set here"
+        given = f"{nodes}, but no launcher started the processes of the other nodes, and {missing} not set here"
         starts = f"srun --nodes={nodes} ..., torchrun --nnodes {nodes} ..."
         fix = f"lit-fsdp slurm submit, {starts}, or set these on each node"
         require(not missing, "trainer.num_nodes", given, f"1, or a launcher, or {', '.join(_BY_HAND)}", fix)
@@ -88,13 +88,13 @@ def _check_srun(devices: int | None, nodes: int, environment: Mapping[str, str])
     job_nodes = int(environment.get("SLURM_STEP_NUM_NODES") or environment.get("SLURM_NNODES") or 1)
     per_node = max(1, tasks // nodes)
     again = f"start srun --nodes={nodes} --ntasks-per-node={devices or per_node}"
-    given = f"started once, by the shell of a job with {tasks} tasks: the others would never come"
+    given = f"started once, by the shell of a job with {tasks} tasks: the other tasks would never start"
     fix = (
         "write srun lit-fsdp fit ..., and #SBATCH --signal=USR1@120; or --ntasks=1, exec lit-fsdp fit ... and "
         "#SBATCH --signal=B:USR1@120; or let lit-fsdp slurm submit write the script"
     )
-    require("SLURM_STEP_ID" in environment, "command line", given, "srun in front, which starts every task", fix)
-    fix = f"set trainer.num_nodes: {job_nodes}, or ask for --nodes={nodes}"
+    require("SLURM_STEP_ID" in environment, "command line", given, "srun before the command, to start all tasks", fix)
+    fix = f"set trainer.num_nodes: {job_nodes}, or request --nodes={nodes}"
     require(nodes == job_nodes, "trainer.num_nodes", f"{nodes} in a step of {job_nodes} node(s)", f"{job_nodes}", fix)
     given = f"{devices} on {nodes} node(s), but srun started {tasks} task(s)"
     allowed = "one task per device, or --ntasks=1 on one node, which starts all of them"
@@ -104,13 +104,13 @@ def _check_srun(devices: int | None, nodes: int, environment: Mapping[str, str])
     given = f"{environment.get(field)}: the {tasks} tasks are not spread evenly"
     require(len(set(counts)) < 2, field, given, f"{per_node} on each of {nodes} nodes", again)
     how = re.split("[:,]", environment.get("SLURM_DISTRIBUTION", "block"))[0]
-    given = f"{how}: neighboring ranks lie on different nodes, and groups of ranks that share one copy with them"
+    given = f"{how}: neighboring ranks are on different nodes, and so are ranks that share one copy"
     is_in_order = nodes == 1 or per_node == 1 or how in ("block", "pack")
     require(is_in_order, "SLURM_DISTRIBUTION", given, "block", f"{again} --distribution=block")
 
 
 def is_srun(environment: Mapping[str, str]) -> bool:
-    """Whether Lightning takes this process for one of those that srun starts, after :func:`adopt_step`."""
+    """Whether Lightning treats this process as started by srun, after :func:`adopt_step`."""
     return "SLURM_NTASKS" in environment and environment.get("SLURM_JOB_NAME") not in _SHELLS
 
 
@@ -127,7 +127,7 @@ def _first_node(nodes: str) -> str:
 
 
 def devices_of(trainer: Mapping[str, Any]) -> int | None:
-    """Devices per node, or ``None`` where they are whatever is there."""
+    """Devices per node, or ``None`` for all available."""
     given = trainer.get("devices")
     if isinstance(given, list):
         return len(given)

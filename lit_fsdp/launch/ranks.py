@@ -1,7 +1,7 @@
-"""The other ranks of a run on one machine, started before anything heavy is imported, so that all import at once.
+"""Start the other ranks of a run on one machine before heavy imports, so that all ranks import at the same time.
 
-Lightning starts them too, but only after the first rank has paid for all imports. Where the number of ranks is known
-from the recipe alone, they are started here instead, in the environment that Lightning takes for its own.
+Lightning would start them only after the first rank has imported everything. If the recipe alone determines the number
+of ranks, they are started here instead, in the environment that Lightning would set.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ _POLL_SECONDS, _GRACE_SECONDS = 1.0, 10.0
 
 
 class Ranks:
-    """The processes that this one has started as further ranks."""
+    """The further ranks that this process has started."""
 
     def __init__(self) -> None:
         self.children: list[subprocess.Popen[bytes]] = []
         self._go = -1
 
     def start(self, trainer: Mapping[str, Any]) -> None:
-        """Start ranks 1 to N - 1 with this process's command line, if the recipe says N > 1 and nobody else does it.
+        """Start ranks 1 to N - 1 with this process's command line, if the recipe has N > 1 and no other launcher does.
 
-        They come as far as they can without the others and wait there for :meth:`release`.
+        They run as far as possible without the others and then wait for :meth:`release`.
         """
         devices = devices_of(trainer) or 1
         others = ("LOCAL_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR", "NODE_RANK", *OTHER_LAUNCHERS)
@@ -54,15 +54,15 @@ class Ranks:
         threading.Thread(target=self._watch, args=(list(self.children),), name="ranks", daemon=True).start()
 
     def release(self) -> None:
-        """Let the others go on: what they have in common is prepared."""
+        """Let the others continue after the shared preparation."""
         if self._go >= 0:
-            with contextlib.suppress(BrokenPipeError):  # all have ended, which is said by the thread that watches them
+            with contextlib.suppress(BrokenPipeError):  # all have ended; the watching thread reports it
                 os.write(self._go, bytes(len(self.children)))
             os.close(self._go)
             self._go = -1
 
     def end(self, grace_seconds: float) -> None:
-        """Kill those that have not ended by themselves after a while."""
+        """Kill ranks that have not ended after ``grace_seconds``."""
         deadline = time.monotonic() + grace_seconds
         children, self.children = self.children, []
         for child in children:
@@ -73,7 +73,7 @@ class Ranks:
                 child.kill()
 
     def _watch(self, children: list[subprocess.Popen[bytes]]) -> None:
-        """End the run if one of them fails and this process has not noticed it, in a collective that waits for it."""
+        """End the run if a rank fails and this process does not notice because it waits in a collective."""
         while any(child.poll() is None for child in children):
             time.sleep(_POLL_SECONDS)
             failed = next((rank for rank, child in enumerate(children, 1) if child.poll()), None)
@@ -81,7 +81,7 @@ class Ranks:
                 continue
             time.sleep(_GRACE_SECONDS)
             if not self.children:
-                return  # this process ends already
+                return  # this process is already ending
             code = children[failed - 1].returncode
             how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
             print(f"error: rank {failed} {how}", file=sys.stderr, flush=True)
@@ -90,4 +90,4 @@ class Ranks:
 
 
 LAUNCHED_RANKS = Ranks()
-"""Those of this process."""
+"""The ranks started by this process."""

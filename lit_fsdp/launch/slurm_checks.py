@@ -1,4 +1,4 @@
-"""What would end a job an hour later, said before it is submitted: errors; warnings where something is only assumed."""
+"""Checks before a job is submitted: errors, and warnings if something is only assumed."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from lit_fsdp.launch.slurm_job import Job, render
 
 _LAUNCHER = re.compile(r"^\s*(?:exec +)?(srun|mpirun|mpiexec|torchrun|deepspeed|accelerate launch)\b", re.MULTILINE)
 _STEP_SECONDS = 30
-"""Allowed for the step that is under way when the signal comes and, on GPUs, the one after it."""
+"""Allowance for the step in progress when the signal arrives and, on GPUs, the next one."""
 _WRITE_GIB_PER_SECOND_PER_NODE = 0.5
-"""Assumed where nothing was measured: a shared file system under load, all ranks of a node together."""
+"""Assumed without measurements: a shared file system under load, all ranks of a node together."""
 
 
 def check_job(
@@ -28,7 +28,7 @@ def check_job(
     Args:
         job: The planned job.
         run: Its checked recipe.
-        checkpoint_bytes: Of one checkpoint, from shapes; ``None`` where the model's config is not at hand.
+        checkpoint_bytes: Size of one checkpoint, from shapes; ``None`` if the model's config is unavailable.
         save_seconds: The longest save measured in this run folder, if any.
     """
     found = [*_script(job), *_start(job, run), *_time(job, checkpoint_bytes, save_seconds)]
@@ -36,16 +36,16 @@ def check_job(
 
 
 def _script(job: Job) -> Iterator[ConfigError | str]:
-    """Bash can read the script, which starts the ranks by itself."""
+    """Check that bash can parse the script and that it contains no other launcher."""
     done = subprocess.run(["bash", "-n"], input=render(job), capture_output=True, text=True, check=False)  # noqa: S607
     if done.returncode:
-        yield ConfigError("slurm.setup", done.stderr.strip(), "lines that bash can read")
+        yield ConfigError("slurm.setup", done.stderr.strip(), "valid bash lines")
     if launcher := _LAUNCHER.search("\n".join([*(job.config.setup or []), *(job.config.command or [])])):
-        yield f"{launcher[1]} in slurm.setup or slurm.command: the script calls srun itself, once, with all processes"
+        yield f"{launcher[1]} in slurm.setup or slurm.command: the script itself calls srun once for all processes"
 
 
 def _start(job: Job, run: RunConfig) -> Iterator[CheckpointError | ConfigError | str]:
-    """A used run folder is resumed or refused; what is resumed has to be there."""
+    """Check that a used run folder is resumed, and that the checkpoint exists."""
     if "trainer.strategy" not in run.foreign:
         try:
             find_resume("fit", job.ckpt_path, job.run_folder, run.checkpoint, run.resume.fallback)
@@ -58,21 +58,21 @@ def _start(job: Job, run: RunConfig) -> Iterator[CheckpointError | ConfigError |
 def _time(job: Job, checkpoint_bytes: int | None, save_seconds: float | None) -> Iterator[ConfigError | str]:
     lead = job.config.signal_lead_seconds
     if save_seconds is not None and lead < save_seconds + _STEP_SECONDS:
-        given = f"{lead} with a save of {save_seconds:.0f} s, measured in this run folder, and a step before it"
+        given = f"{lead} with a measured save of {save_seconds:.0f} s in this run folder and a step before it"
         fix = f"set slurm.signal_lead_seconds: {int(1.5 * save_seconds) + _STEP_SECONDS}"
         yield ConfigError("slurm.signal_lead_seconds", given, f">= {save_seconds + _STEP_SECONDS:.0f}", fix)
     elif save_seconds is None and checkpoint_bytes is None:
-        yield "the time of a save is not known, as the model's config is not at hand"
+        yield "the time of a save is unknown, because the model's config is unavailable"
     elif save_seconds is None and checkpoint_bytes is not None:
         rate, size = _WRITE_GIB_PER_SECOND_PER_NODE * job.nodes, checkpoint_bytes / GIB
         if lead < size / rate + _STEP_SECONDS:
             yield (
-                f"slurm.signal_lead_seconds {lead}: a checkpoint of {size:.1f} GiB takes {size / rate:.0f} s if the "
-                f"disk takes {rate:.1f} GiB/s, which nobody has measured; what is not saved by the time limit is lost"
+                f"slurm.signal_lead_seconds {lead}: a checkpoint of {size:.1f} GiB takes {size / rate:.0f} s at an "
+                f"assumed {rate:.1f} GiB/s; anything not saved by the time limit is lost"
             )
     limit = None if job.config.time is None else time_seconds(str(job.config.time))
     if limit is not None and limit <= lead:
         yield (
-            f"slurm.time {job.config.time} is not longer than slurm.signal_lead_seconds {lead}: the job is told to "
-            "stop as it starts; set slurm.signal_lead_seconds: 30 to rehearse"
+            f"slurm.time {job.config.time} is not longer than slurm.signal_lead_seconds {lead}: the job is "
+            "signaled to stop as soon as it starts; set slurm.signal_lead_seconds: 30 for a short test"
         )

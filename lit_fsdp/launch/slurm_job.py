@@ -1,7 +1,7 @@
-"""A recipe as a SLURM job: its sbatch file, the template ``job.sbatch`` beside this file filled in, and submitting it.
+"""Run a recipe as a SLURM job: render the template ``job.sbatch`` and submit it.
 
-One task per process, one ``srun``. The batch shell runs on the first node of the job; all it does is to name a meeting
-point, start the step and, when the step has saved and stopped, requeue the job. No value runs anything.
+One task per process, one ``srun``. The batch shell runs on the first node of the job; it only sets the rendezvous,
+starts the step and requeues the job after the step has saved and stopped. No value is executed as code.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from lit_fsdp.errors import ConfigError, require
 from lit_fsdp.redaction import hidden_keys, redact_values
 
 _TEMPLATE = Path(__file__).with_name("job.sbatch")
-_SAID = "slurm.setup: this line failed, which ends the job: $BASH_COMMAND"
+_SAID = "slurm.setup: this line failed and ends the job: $BASH_COMMAND"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What is submitted."""
+    """A job to submit."""
 
     config: SlurmConfig
     run_folder: Path
@@ -40,35 +40,35 @@ class Job:
     gpus_per_node: int
     """0 for processes on CPUs."""
     ckpt_path: str | None = None
-    """What the first start resumes from; a requeued one resumes from the last checkpoint."""
+    """Checkpoint from which the first start resumes; a requeued job resumes from the last checkpoint."""
 
     @property
     def name(self) -> str:
-        """Name in the queue; Lightning would take a job called ``bash`` or ``interactive`` for a shell."""
+        """Name in the queue; Lightning would treat a job called ``bash`` or ``interactive`` as a shell."""
         name = self.config.job_name or self.run_folder.name
         return "lit_fsdp" if name in ("", "bash", "interactive") else name
 
     @property
     def folder(self) -> Path:
-        """Where the recipe, the script and the logs of the job lie."""
+        """Folder of the recipe, the script and the logs of the job."""
         return self.run_folder / "slurm"
 
     @property
     def command(self) -> list[str]:
-        """Words that start lit-fsdp on a node."""
+        """Command that starts lit-fsdp on a node."""
         default = ["lit-fsdp"] if self.config.container else [sys.executable, "-m", "lit_fsdp"]
         return self.config.command or default
 
     @property
     def image(self) -> str:
-        """The image that the processes run in: an absolute path where it is a file, else its name in a registry."""
+        """The container image: an absolute path if it is a file, else its name in a registry."""
         path = Path(str(self.config.container)).expanduser()
         is_path = path.is_file() or str(self.config.container).startswith((".", "/", "~"))
         return str(path.absolute()) if is_path else str(self.config.container)
 
     @property
     def mounts(self) -> list[str]:
-        """Folders seen inside the image, the run folder first; those of the host are absolute paths."""
+        """Folders mounted in the container, the run folder first; host folders are absolute paths."""
         found = [str(self.run_folder)]
         for given in self.config.container_mounts or []:
             host, colon, inside = given.partition(":")
@@ -77,10 +77,10 @@ class Job:
 
 
 def plan_job(run: RunConfig, ckpt_path: str | None = None) -> Job:
-    """Plan the job of a checked recipe; ``ckpt_path`` is what its first start resumes from.
+    """Plan the job of a checked recipe; its first start resumes from ``ckpt_path``.
 
     Raises:
-        ConfigError: The job and the Trainer differ in size, or the number of processes is not known.
+        ConfigError: The job and the Trainer differ in size, or the number of processes is unknown.
     """
     config, accelerator = run.slurm, run.trainer.get("accelerator")
     fix = "set trainer.devices: 8, or give --gpus-per-node 8"
@@ -89,15 +89,15 @@ def plan_job(run: RunConfig, ckpt_path: str | None = None) -> Job:
     gpus = 0 if accelerator == "cpu" else tasks
     nodes, wanted = config.nodes or run.num_nodes, config.gpus_per_node
     given = f"{nodes} with trainer.num_nodes {run.num_nodes}"
-    require(nodes == run.num_nodes, "slurm.nodes", given, "the same number in both", f"give --nodes {nodes}")
+    require(nodes == run.num_nodes, "slurm.nodes", given, "equal numbers", f"give --nodes {nodes}")
     given = f"{wanted} with trainer.devices {tasks} and trainer.accelerator {accelerator or 'auto'}"
     fix = "give --gpus-per-node N; for processes on CPUs set trainer.accelerator: cpu and slurm.gpus_per_node: 0"
     require(wanted in (None, gpus), "slurm.gpus_per_node", given, f"{gpus}", fix)
     folder = Path(run.trainer.get("default_root_dir") or "runs/run").expanduser().absolute()
-    allowed = "one line without backslashes: SLURM puts no job number into a path that has one"
+    allowed = "one line without backslashes: SLURM does not insert the job ID into paths with them"
     is_line = str(folder).isprintable() and "\\" not in str(folder)
     require(is_line, "trainer.default_root_dir", repr(str(folder)), allowed, "rename the folder")
-    if ckpt_path not in (None, "last", "best"):  # in the script it is quoted, and nothing expands it
+    if ckpt_path not in (None, "last", "best"):  # the script quotes it, so nothing expands it
         ckpt_path = str(Path(str(ckpt_path)).expanduser().absolute())
     return Job(
         config=config,
@@ -110,7 +110,7 @@ def plan_job(run: RunConfig, ckpt_path: str | None = None) -> Job:
 
 
 def render(job: Job) -> str:
-    """Write the script that ``sbatch`` takes."""
+    """Render the script for ``sbatch``."""
     config, quoted = job.config, shlex.quote
     size = f"{job.gpus_per_node} GPUs" if job.gpus_per_node else f"{job.tasks_per_node} processes on CPUs"
     processes = "one process per GPU" if job.gpus_per_node else f"{job.tasks_per_node} process(es) per node, on CPUs"
@@ -133,12 +133,12 @@ def render(job: Job) -> str:
         "flags": "".join(f" \\\n  {flag}" for flag in flags),
         "command": command,
     }
-    # in one pass, which fills nothing into what it has filled in
+    # in one pass, so that inserted values are not expanded
     return re.sub(r"\{\{(\w+)\}\}", lambda found: str(values[found[1]]), _TEMPLATE.read_text(encoding="utf-8"))
 
 
 def sbatch_value(text: str) -> str:
-    """Quote a value of an ``#SBATCH`` line: sbatch splits at blanks and knows quotes and backslashes, but no shell."""
+    """Quote a value of an ``#SBATCH`` line: sbatch splits at blanks and handles quotes and backslashes; no shell."""
     if text and all(c.isalnum() or c in "-_./:,=@%+[]&|*()" for c in text):
         return text
     return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
@@ -162,11 +162,11 @@ def _options(job: Job) -> list[str]:
 
 
 def _environment(job: Job) -> list[str]:
-    """What users add, without our shell options: files that load modules read unset variables."""
+    """The user's additions, run without our shell options: files that load modules read unset variables."""
     config, lines = job.config, []
     if config.env_file:
         path = Path(config.env_file).expanduser().absolute()  # bash would look for a bare name in PATH
-        said = shlex.quote(f"slurm.env_file {path} ended with an error: let its last line succeed")
+        said = shlex.quote(f"slurm.env_file {path} ended with an error: make its last line succeed")
         lines.append(f". {shlex.quote(str(path))} || {{ echo {said}; exit 1; }}")
     for name, value in (config.env or {}).items():
         lines.append(f"export {name}={shlex.quote(value)}")
@@ -178,15 +178,15 @@ def _environment(job: Job) -> list[str]:
 
 
 def _how(job: Job) -> tuple[list[str], str]:
-    """Further flags of srun, and the command as the shell reads it, inside of the image if there is one."""
+    """Further flags of srun, and the shell command, inside the container if there is one."""
     config, flags = job.config, []
     if config.cpu_bind:
         flags.append(f"--cpu-bind={shlex.quote(config.cpu_bind)}")
     if config.cpus_per_task:
-        flags.append(f"--cpus-per-task={config.cpus_per_task}")  # srun no longer takes it from sbatch
+        flags.append(f"--cpus-per-task={config.cpus_per_task}")  # srun no longer inherits it from sbatch
     command = shlex.join(job.command)
     if config.container and config.container_runtime == "pyxis":
-        # the folder that the job was submitted from is the one that relative paths of the recipe mean
+        # relative paths of the recipe refer to the folder from which the job was submitted
         mounts = ",".join(mount if ":" in mount else f"{mount}:{mount}" for mount in job.mounts)
         flags += [
             f"--container-image={shlex.quote(job.image)}",
@@ -201,14 +201,14 @@ def _how(job: Job) -> tuple[list[str], str]:
     return flags, command
 
 
-# -- submitting: recipe, script and logs lie in RUN/slurm
+# -- submitting: recipe, script and logs are in RUN/slurm
 
 
 def submit(job: Job, values: Mapping[str, Any]) -> str:
-    """Write recipe and script into the run folder and submit; returns the job's number, by which the script is called.
+    """Write recipe and script to the run folder and submit; return the job ID, which also names the script.
 
     Raises:
-        ConfigError: The recipe holds a secret, the run folder cannot be written, or sbatch refuses.
+        ConfigError: The recipe contains a secret, the run folder cannot be written, or sbatch refuses.
     """
     recipe, script = _recipe(job, values), job.folder / "job.sbatch"
     try:
@@ -224,7 +224,7 @@ def submit(job: Job, values: Mapping[str, Any]) -> str:
     except FileNotFoundError:
         raise ConfigError("sbatch", "not found on this machine", "a login node of a SLURM cluster") from None
     print(done.stderr.strip(), file=sys.stderr)
-    # NUMBER[;CLUSTER]; sites wrap sbatch in scripts that greet first
+    # NUMBER[;CLUSTER]; sites may wrap sbatch in scripts that print a greeting
     numbers = re.findall(r"^(\d+)(?:;\S*)?$", done.stdout.strip(), re.MULTILINE)
     if done.returncode or not numbers:
         said = " ".join((done.stderr or done.stdout).split())
@@ -234,12 +234,12 @@ def submit(job: Job, values: Mapping[str, Any]) -> str:
 
 
 def _recipe(job: Job, values: Mapping[str, Any]) -> str:
-    """The recipe as the job reads it; secrets are refused, as no file of a run may hold one."""
+    """The recipe for the job; secrets are refused, because no file of a run may contain them."""
     shown = redact_values(dict(values))
     if shown != values:
         key = next(iter(hidden_keys(shown)), "recipe")
-        fix = "drop it from the recipe; set its variable in a file that only you can read, named in slurm.env_file"
-        raise ConfigError(key, "a secret", "secrets in the environment only, and in no file of a run", fix)
+        fix = "drop it from the recipe; set its variable in a private file and name it in slurm.env_file"
+        raise ConfigError(key, "a secret", "secrets only in the environment, not in files of a run", fix)
     kept = {key: value for key, value in values.items() if key != "ckpt_path"}
     kept["trainer"] = {**(kept.get("trainer") or {}), "default_root_dir": str(job.run_folder)}
     return yaml.safe_dump(kept, sort_keys=False, allow_unicode=True)

@@ -104,5 +104,5 @@ def test_a_rank_in_trouble_is_a_row_and_no_hang(monkeypatch: pytest.MonkeyPatch,
 def test_who_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(doctor_ranks, "ARRIVE_SECONDS", 1.0)
     rows = examined(monkeypatch, tmp_path, started=3)
-    assert rows["ranks"].found.endswith("; not there: 1, 2")
+    assert rows["ranks"].found.endswith("; missing: 1, 2")
     assert {name: row.grade for name, row in rows.items()} == {"ranks": "fail"}  # nothing is started that would wait

@@ -259,4 +259,4 @@ def test_lightnings_average_stops_and_goes_on_too_and_says_where_it_never_begins
     (late_one, _), (one, _) = on_ranks_each("average", 2, ours, strategy={"engine": "fsdp2"}, start_step=9)
     assert late_one["error"].startswith("EMAWeights.start_step: got first averages after step 9\n")
     assert one["averages"] == {}
-    assert any("training has ended before the first averages" in text for text in one["said"])
+    assert any("training ended before the first averages" in text for text in one["said"])

@@ -90,7 +90,7 @@ def test_adafactor_is_that_of_one_process_or_refused(tiny_model: Path, tmp_path:
     found = on_ranks("optimized_run", 2, run=str(tmp_path / "2"), strategy={"engine": "ddp"}, **job)
     assert found[0]["losses"] == pytest.approx(alone["losses"], rel=1e-5)
     assert alone["losses"][-1] < 0.99 * alone["losses"][0]
-    with pytest.raises(RankError, match=r"Adafactor with fsdp_strategy.engine: fsdp1\n.*ddp \| single: it takes means"):
+    with pytest.raises(RankError, match=r"Adafactor with fsdp_strategy.engine: fsdp1\n.*ddp \| single: it needs means"):
         on_ranks("optimized_run", 2, run=str(tmp_path / "3"), strategy={"engine": "fsdp1"}, **job)
 
 

@@ -56,9 +56,9 @@ def test_resumed_in_an_epoch_the_next_losses_are_bit_equal(dropout_model: Path, 
 
 def test_what_leaks_is_refused_on_all_ranks(tiny_model: Path, tmp_path: Path) -> None:
     for how, words in {
-        "mask": "with other tokens in the other samples one changes by",
+        "mask": "a sample changes by",
         "2d": "a 2-D attention_mask",
-        "positions": "its states depend on a sample's place in the pack",
+        "positions": "the states depend on the position in the pack",
     }.items():
         job = {"folder": tiny_model, "run": tmp_path / how, "strategy": {"engine": "fsdp2"}, "how": how}
         with pytest.raises(RankError, match=words) as refused:

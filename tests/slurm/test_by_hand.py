@@ -55,6 +55,6 @@ def test_a_node_that_sees_another_folder_is_named_by_doctor(cluster: Cluster):
     doctor = ("doctor", "--json", "--config", str(recipe))
     report = json.loads(cluster.run("srun", "--nodes=2", "--ntasks-per-node=1", *words, *doctor).stdout)
     (row,) = (row for row in report["rows"] if row["name"] == "shared run folder")
-    assert (row["grade"], row["found"].endswith("is not the same on node2")) == ("fail", True)
+    assert (row["grade"], row["found"].endswith("is not shared with node2")) == ("fail", True)
     assert report["rates"] == []  # nothing was started that would have waited
     assert os.listdir(hidden) == []

@@ -98,12 +98,12 @@ def test_a_killed_rank_is_named_and_the_job_goes_on_and_fails_when_that_happens_
     said = (logs / f"{number}.rank-0.log").read_text(errors="replace")
     assert "rank 0 (node1) lost contact: another rank failed, was killed" in said, said
     job = (logs / f"{number}.log").read_text()
-    for line in ("task 3: Killed", "a rank was killed, stopped, hung or was cut off", "requeue 1 of 1"):
+    for line in ("task 3: Killed", "a rank was killed, stopped, hung or disconnected", "requeue 1 of 1"):
         assert line in job
     cluster.wait_for_step("killed", max(losses(cluster.folder / "killed")) + 1)
     os.kill(process_of(number, 3), signal.SIGKILL)  # nothing newer was saved since this start
     assert cluster.wait_until(number, "FAILED", seconds=60)["Restarts"] == "1"
-    assert "no checkpoint was made since this start" in (logs / f"{number}.log").read_text()
+    assert "no checkpoint was saved since this start" in (logs / f"{number}.log").read_text()
     found = losses(cluster.folder / "killed")
     assert sorted(found) == list(range(1, max(found) + 1))
 

@@ -144,7 +144,7 @@ def test_classes_of_ones_own_in_a_recipe(here: Path) -> None:
     assert yaml.safe_load(Path("run/recipe.yaml").read_text())["ckpt_path"] is None  # a recipe for new runs too
     assert {"5", "6"} <= {row["step"] for row in records(Path("run/metrics.csv"))}
     said = said_by("predict", "--config", "own.yaml", "--allow-imports", "mine", "--ckpt_path", "last")
-    assert said.count("Net.predict_step gives no rows with numbers") == 1
+    assert said.count("Net.predict_step returns no rows with numbers") == 1
     page = Page(Path("run/report.html").read_text())
     assert (page.curves["train_loss"], page.curves["grad_norm"]) == (4, 4)  # steps 1, 4, 5, 6
     assert dict(page.tables["At a glance"])["model"].startswith("mine.Net, ")
@@ -184,7 +184,7 @@ def test_words_of_lightning(here: Path) -> None:
 def test_a_strategy_of_lightning(here: Path) -> None:
     words = ("fit", "--config", "ours.yaml", "--allow-imports", "mine", "--trainer.strategy", "ddp")
     said = said_by(*words, "--trainer.precision", "bf16-mixed", "--trainer.gradient_clip_val", "1.0")
-    assert "DDPStrategy is Lightning's own or somebody's: no dtype contract" in said
+    assert "DDPStrategy is not a strategy of lit_fsdp: no dtype contract" in said
     assert (told()["strategy"], told()["step"], told()["dtypes"]) == ("DDPStrategy", 2, ["torch.float32"])
     assert Path("run/checkpoints/last.ckpt").is_file()
     assert "last.ckpt" in {row[0] for row in Page(Path("run/report.html").read_text()).tables["Checkpoints"]}

@@ -29,4 +29,4 @@ def test_a_snapshot_of_a_gpu_without_memory(tmp_path: Path, monkeypatch: pytest.
     path = tmp_path / "debug" / "rank-3.memory.pickle"
     assert path.read_text() == "snapshot"
     assert recorded == ["state"]
-    assert error.__notes__ == [f"what was allocated, and by which lines: {path}, for pytorch.org/memory_viz"]
+    assert error.__notes__ == [f"memory snapshot: {path}, for pytorch.org/memory_viz"]

@@ -41,7 +41,7 @@ def flags(monkeypatch) -> SignalFlags:
 def test_what_a_signal_does_in_each_phase(monkeypatch, capsys):
     """The table in lit_fsdp/signals.py; None: the process goes on."""
     lightning_started, torchrun = {"LOCAL_RANK": "1"}, {"LOCAL_RANK": "1", "TORCHELASTIC_RUN_ID": "1"}
-    once_more = "Ctrl-C: the step is being finished and saved; once more ends at once, without saving\n"
+    once_more = "Ctrl-C: finishing and saving the current step; press again to stop at once, without saving\n"
     nothing = "stopped by a signal; there is nothing to save yet\n"
     phases: list[tuple[dict[str, bool], dict[str, str], list[Any], int | None, str]] = [
         ({}, {}, [SIGINT], 130, "interrupted\n"),
@@ -111,7 +111,7 @@ def test_lightnings_handlers_stay_out_under_slurm_too(tmp_path, flags):
 
 @pytest.mark.filterwarnings("ignore")
 def test_where_lightnings_own_callback_saves_it_does_so_here_too(tmp_path, flags):
-    for saves, said in ((True, "the checkpoint is complete"), (False, "which nothing saves")):
+    for saves, said in ((True, "the checkpoint is complete"), (False, "without saving")):
         theirs = [ModelCheckpoint(tmp_path / "theirs")] if saves else []
         trainer = trainer_with(tmp_path, Watch(flags), StopOnSignal(flags), *theirs, enable_checkpointing=saves)
         with pytest.raises(StopRequested, match=f"after step 2.* {said}") as caught:

@@ -129,7 +129,7 @@ def test_no_made_up_share(monkeypatch: pytest.MonkeyPatch) -> None:
         assert said == f"MFU –: no peak rate is known for bf16 on {shown}"
         assert list(found.rates(COUNTS, 1.0)) == ["model_tflops_per_rank"]
     found, said = meter(nn.Linear(2, 2), "cuda", "NVIDIA H200")
-    assert said == "MFU –: FLOPs are not counted: the module holds no transformers model"
+    assert said == "MFU –: FLOPs are not counted: the module contains no transformers model"
     assert found.rates(COUNTS, 1.0) == {}
     monkeypatch.setattr(throughput, "recomputes", lambda block: "budget 0.5")
     found, said = meter(Module(), "cuda", "NVIDIA H200")

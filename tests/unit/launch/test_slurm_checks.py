@@ -20,13 +20,13 @@ def test_the_time_of_a_save_the_cores_of_a_rank_and_lines_of_ones_own(tmp_path: 
     cases: list[tuple[dict[str, Any], tuple[int | None, float | None], str, str]] = [
         ({}, (2**20, None), "", ""),
         ({"cpus_per_task": None}, (2**20, None), "", "SLURM gives each rank one core"),
-        ({}, (None, None), "", "the time of a save is not known"),
-        ({}, (200 * GIB, None), "", "takes 200 s if the disk takes 1.0 GiB/s, which nobody has measured"),
-        ({"time": "2:00"}, (2**20, None), "", "set slurm.signal_lead_seconds: 30 to rehearse"),
+        ({}, (None, None), "", "the time of a save is unknown"),
+        ({}, (200 * GIB, None), "", "takes 200 s at an assumed 1.0 GiB/s"),
+        ({"time": "2:00"}, (2**20, None), "", "set slurm.signal_lead_seconds: 30 for a short test"),
         ({"signal_lead_seconds": 180}, (2**20, 100.0), "", ""),
         ({"signal_lead_seconds": 120}, (2**20, 100.0), "fix:     set slurm.signal_lead_seconds: 180", ""),
         ({"setup": ["module load cuda"]}, (2**20, None), "", ""),
-        ({"setup": ["if true; then"]}, (2**20, None), "lines that bash can read", ""),
+        ({"setup": ["if true; then"]}, (2**20, None), "valid bash lines", ""),
         ({"setup": ["srun hostname"]}, (2**20, None), "", "srun in slurm.setup or slurm.command"),
     ]
     for slurm, measured, error, warning in cases:

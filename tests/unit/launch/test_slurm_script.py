@@ -79,7 +79,7 @@ def test_a_failing_line_of_setup_or_env_file_ends_the_job(slurm: FakeSlurm, tmp_
         done = slurm.run(planned({"setup": setup, "env_file": str(file)}, trainer=trainer)[0])
         assert (done.returncode == 0, slurm.words("srun") is not None) == (is_started, is_started), (setup, done)
         if "no_such_program --now" in setup:
-            assert "this line failed, which ends the job: no_such_program --now" in done.stdout
+            assert "this line failed and ends the job: no_such_program --now" in done.stdout
     assert not (slurm.folder / "later").exists()
 
 
@@ -121,13 +121,13 @@ def test_exit_codes_alone_decide_who_is_started_again(
         job, _ = planned({"max_requeues": 3}, trainer={"default_root_dir": str(tmp_path / f"run{number}")})
         done = slurm.run(job, srun, leaves(**left), start=2)
         assert (done.returncode, slurm.words("scontrol") == ["requeue", "4711"]) == (code, again), done
-        assert ("no checkpoint was made" in done.stdout) == (code in (76, 137) and "saved" not in left)
-        assert ("SLURM has not requeued it; resume by hand" in done.stdout) is again
+        assert ("no checkpoint was saved" in done.stdout) == (code in (76, 137) and "saved" not in left)
+        assert ("SLURM did not requeue the job; resume manually" in done.stdout) is again
     for start, is_started, requeued in ((2, True, True), (3, True, False), (4, False, False)):
         done = slurm.run(job, 75, start=start)  # however often, whoever caused it
         assert (slurm.words("srun") is not None) is is_started
         assert (slurm.words("scontrol") == ["requeue", "4711"]) is requeued
-        assert ("3 times are enough (slurm.max_requeues)" in done.stdout) is not requeued
+        assert ("reached slurm.max_requeues (3)" in done.stdout) is not requeued
     monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "4708")
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
     slurm.run(job, 75)
@@ -143,5 +143,5 @@ def test_a_job_goes_on_from_what_it_has_saved_itself(slurm: FakeSlurm, tmp_path:
     for start, step in enumerate((of_another, leaves(saved=""), "")):
         done = slurm.run(job, 137, step, start)
         words = slurm.words("srun") or []
-        found.append((words[words.index("--ckpt_path") + 1], "no checkpoint was made" in done.stdout))
+        found.append((words[words.index("--ckpt_path") + 1], "no checkpoint was saved" in done.stdout))
     assert found == [("best", True), ("best", False), ("last", True)]

@@ -278,12 +278,12 @@ def test_what_is_sent():
 def test_what_cannot_be_answered_is_refused_before_anything_is_simulated(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("lit_fsdp.plan.memory.rank_memory", None)
     for words, match in (
-        ("--search", "--search, --write: got no size of a GPU"),
-        ("--write best.yaml", "--search, --write: got no size of a GPU"),
+        ("--search", "--search, --write: got no GPU memory size"),
+        ("--write best.yaml", "--search, --write: got no GPU memory size"),
         ("--gpu h100-80", "write h100-80gb"),
         ("--gpu h100", "h100-80gb(.|\\n)*write h100-80gb"),
         ("--gpu xyz", "h100-80gb(.|\\n)*write --memory GIB"),
-        ("--savings --json", "--json: got beside --savings"),
+        ("--savings --json", "--json: got with --savings"),
         ("--nodes 2", "add --gpus N"),
         ("--gpus 0", "got 1 for 0 ranks"),
         ("--gpus 6 --data.micro_batch_size 8", "on 6 ranks(.|\n)*set global_batch_size: "),
