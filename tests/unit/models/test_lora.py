@@ -66,15 +66,15 @@ def test_names_that_cannot_be_meant_are_refused(tiny):
         ({"peft_args": {"init_lora_weights": "pissa"}}, "peft_args.init_lora_weights", "is not initialized"),
         ({"peft_args": {"init_lora_weights": False}}, "peft_args.init_lora_weights", "write true or gaussian"),
         ({"peft_args": {"ensure_weight_tying": True}}, "peft_args.ensure_weight_tying", "drop it"),
-        ({"peft_args": {"rank_pattern": {"k_proj": 3}}}, "peft_args.rank_pattern", r"\['k_proj'\], which fit nothing"),
-        ({"peft_args": {"layers_to_transform": [0, 9]}}, "peft_args.layers_to_transform", "no layer of that number"),
+        ({"peft_args": {"rank_pattern": {"k_proj": 3}}}, "peft_args.rank_pattern", r"\['k_proj'\], which match nothing"),
+        ({"peft_args": {"layers_to_transform": [0, 9]}}, "peft_args.layers_to_transform", "that layer has no adapter"),
         ({"peft_args": {"exclude_modules": ["kk"]}, "target_modules": ["q_proj"]}, "peft_args", "no modules were"),
         ({"peft_args": {"layers_to_transform": [0]}, "target_modules": ".*q_proj"}, "peft_args", "`layers_to_tr"),
     ):
         with pytest.raises(ConfigError, match=text) as error:
             apply_lora(build_on_meta(tiny("llama")), build(LoraConfig, lora, "model.lora"))
         assert error.value.field == f"model.lora.{field}"
-    for pattern, text in (("model.embed_token.*", "such as model.embed_tokens.weight"), ("*", "something to train")):
+    for pattern, text in (("model.embed_token.*", "such as model.embed_tokens.weight"), ("*", "trainable parameters")):
         with pytest.raises(ConfigError, match=text):
             freeze_parameters(build_on_meta(tiny("llama")), [pattern])
 
