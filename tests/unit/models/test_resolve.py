@@ -177,7 +177,7 @@ def test_a_scaling_that_is_added_keeps_the_frequencies_of_the_model(tmp_path, no
         )
         caplog.clear()
         if meant is None:
-            wanted = r"with rope_\w+ .* beside rope_parameters.*\n.*\n.*write .* into rope_parameters"
+            wanted = r"with rope_\w+ .* and rope_parameters.*\n.*\n.*write .* into rope_parameters"
             with pytest.raises(ConfigError, match=wanted):
                 resolve_architecture(ModelConfig(name=name, miniature=form == "miniature"))
             continue
