@@ -82,9 +82,7 @@ def warn_of_lightnings(parts: Iterable[Any]) -> None:
     """Warn if the module of one of these objects imports Lightning's function, which sees only this rank's shards."""
     for module in dict.fromkeys(type(part).__module__ for part in parts):
         if any(value is grad_norm for value in vars(sys.modules[module]).values()):
-            text = (
-                "%s imports lightning.pytorch.utilities.grad_norm, which sees only this rank's shards and fails on "
-            )
+            text = "%s imports lightning.pytorch.utilities.grad_norm, which sees only this rank's shards and fails on "
             _log.warning(
                 f"{text}DTensors; use lit_fsdp.grad_norms on every rank, with the same result as on one rank", module
             )

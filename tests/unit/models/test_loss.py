@@ -104,7 +104,7 @@ def test_what_is_not_known_is_said_and_done_plainly(tiny, caplog):
     batch = _batch()
     for model, said in (
         (_Shifted(tiny("llama")), "its forward is not one of transformers"),
-        (LlamaForCausalLM(tiny("llama", logits_squared=True)), "logits_squared: True is not known"),
+        (LlamaForCausalLM(tiny("llama", logits_squared=True)), "the effect of logits_squared: True"),
     ):
         caplog.clear()
         wanted = _nll(model(input_ids=batch["input_ids"]).logits, batch["labels"])
