@@ -132,7 +132,7 @@ class PreferenceModule(CausalLMModule):
             self._refer_to(split)
 
     def on_validation_start(self) -> None:
-        """Compute those of the evaluated split here, not in a step, because it frees gathered parameters."""
+        """Compute them for the evaluated split; not inside a step, because this frees gathered parameters."""
         self._refer_to("test" if self.trainer.testing else "val")
 
     on_test_start = on_validation_start

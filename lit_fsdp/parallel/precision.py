@@ -70,7 +70,7 @@ def check_device(config: StrategyConfig, device_type: str, path: str) -> None:
 
 
 def cast_parameters(model: nn.Module, config: StrategyConfig) -> DtypeName | None:
-    """Cast all parameters to their storage dtypes in place; returns the dtype of a frozen base under adapters."""
+    """Cast parameters to their storage dtypes in place; returns the dtype of a frozen base under adapters, or None."""
     row = config.precision_config.row
     frozen = config.frozen_dtype if any(hasattr(module, "peft_config") for module in model.modules()) else None
     packed = packed_weights(model)

@@ -30,7 +30,7 @@ def idle_schedulers(trainer: Any, configs: Iterable[Any]) -> list[str]:
         else:
             numbers = (n for n in range(every, batches + 1, every) if n % accumulate == 0 or n == batches)
             first = math.ceil(next(numbers, 0) / accumulate) or math.inf
-            at = f"at batch numbers of an epoch ({batches} batches) that end an optimizer step and {every} divides"
+            at = f"at batch numbers divisible by {every} that end an optimizer step ({batches} batches per epoch)"
         if first >= last > 1:
             end = f"this run ends after {last} steps" if first < math.inf else "no batch matches"
             found.append(f"{name} has no effect: Lightning steps it {at}, but {end}; {fix}")

@@ -65,7 +65,7 @@ REFUSED = (
     ("gemma3_text", KINDS, _rope({"full_attention": 8}), "for each of full_attention, sliding_attention"),
     ("llama", SHORT, {"num_hidden_layers": 3}, r"changes names, shapes.*model\.layers\.2.*\n.*\n.*random init"),
     ("llama", SHORT, {"tie_word_embeddings": False}, "changes names, shapes"),
-    ("gpt2", {}, {"n_head": 2}, "shape or meaning"),  # of which no shape tells
+    ("gpt2", {}, {"n_head": 2}, "shapes or meaning"),  # of which no shape tells
     ("gpt2", {}, {"n_positions": 99}, r"wpe\.weight"),
 )  # fmt: skip
 

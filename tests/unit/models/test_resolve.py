@@ -102,7 +102,7 @@ def test_names_that_cannot_be_used(tmp_path, saved, tiny, no_hub):
         (tmp_path / "empty", r"config\.json[\s\S]*export it first", {}),
         (tmp_path / "bare", f"for random init name {tmp_path / 'bare' / 'config.json'}", {}),
         (folder, "which is quantized", {}),
-        (tmp_path / "adapter", r"holds an adapter\n.*\n.*name its base \(some/base\).*lit-fsdp export --merge", {}),
+        (tmp_path / "adapter", r"contains an adapter\n.*\n.*name its base \(some/base\).*lit-fsdp export --merge", {}),
         ("some/model", "configs/model", {"miniature": True}),
         ({"model_type": "mamba"}, r"model\.miniature: got true for mamba", {"miniature": True}),
     ):
