@@ -1,7 +1,7 @@
 """The LightningModule for any transformers causal LM.
 
-The loss of a global batch is (sum over its supervised tokens) / (their number): ``training_step`` returns sums; just
-before the optimizer step one small all-reduce brings the token counts together and the gradients are scaled once.
+The loss of a global batch is (sum over its supervised tokens) / (their number): ``training_step`` returns sums. Just
+before the optimizer step, one small all-reduce adds up the token counts and the gradients are scaled once.
 """
 
 from __future__ import annotations
@@ -73,22 +73,22 @@ _log = logging.getLogger(__name__)
 
 
 class CausalLMModule(LightningModule):
-    """A causal language model; its arguments, :class:`lit_fsdp.config.model.ModelConfig`, are a recipe's ``model``."""
+    """A causal language model; its arguments are those of :class:`lit_fsdp.config.model.ModelConfig` (``model``)."""
 
-    model: nn.Module | None  # the transformers model, once it is built
-    attn_implementation: str  # that it runs with then
-    cuts_rows = True  # over the ranks of a context group
-    is_preference = False  # of a chosen and a rejected completion
-    # with adapters: what a checkpoint holds of the model, beside its base; else all
+    model: nn.Module | None  # the transformers model; None until it is built
+    attn_implementation: str  # of the built model
+    cuts_rows = True  # supports splitting rows over the ranks of a context group
+    is_preference = False  # whether it trains on pairs of a chosen and a rejected completion
+    # with adapters: the tensors that a checkpoint saves, without the base; None: all tensors
     saved_names: set[str] | None = None
-    _divided_by = 0  # which of a step's sums the loss is a mean over
+    _divided_by = 0  # index of the sum in step_totals that divides the loss
 
     @takes_fields(ModelConfig)
     def __init__(self, *names: Any, **kwargs: Any) -> None:
         super().__init__()
         require(not names, "CausalLMModule", ", ".join(map(repr, names)), "arguments by name", "write name=...")
         kwargs = vars(build(ModelConfig, kwargs, "model"))
-        self.config = ModelConfig(**kwargs)  # where jsonargparse finds the arguments that a recipe may give
+        self.config = ModelConfig(**kwargs)  # jsonargparse finds the allowed arguments through this call
         require(self.config.name, "model.name", "null", "a hub name, folder, GGUF file or config", "name the model")
         self.model = None
         self._weights: Weights | LoraWeights | None = None
@@ -99,7 +99,7 @@ class CausalLMModule(LightningModule):
         self._hidden: set[str] = set()
         self._configured: tuple[LambdaLR, list[dict[str, Any]]] | None = None
         self.stop_votes = [0.0, 0.0]
-        # over all ranks: STEP_COUNTS, then votes to stop (interrupted, terminated)
+        # summed over all ranks: STEP_COUNTS, then votes to stop (interrupted, terminated)
         self.step_totals = torch.zeros(len(STEP_COUNTS) + 2, dtype=torch.float64)
         self._window: torch.Tensor | None = None
         self._loss_plan: LossPlan | None = None
@@ -109,7 +109,7 @@ class CausalLMModule(LightningModule):
 
     @functools.cached_property
     def source(self) -> ModelSource:
-        """Where config, weights and tokenizer come from; found (and converted) at the first use."""
+        """Source of config, weights and tokenizer; resolved (and converted) on first use."""
         return resolve_model(self.config)
 
     @functools.cached_property
@@ -119,11 +119,11 @@ class CausalLMModule(LightningModule):
 
     @property
     def num_embeddings(self) -> int:
-        """Token ids that the model takes."""
+        """Number of token ids that the model accepts."""
         return self.source.num_embeddings
 
     def build(self) -> CausalLMModule:
-        """Build the model on meta, unless it is there; nothing is read yet, and no process group is needed."""
+        """Build the model on meta unless it exists; reads no weights and needs no process group."""
         if self.model is None:
             model, self._adapter_config = build_trainable(self.source.hf_config, self.config, self.source.base)
             self._kept_with_adapter = kept_with_adapters(model, self.config, self.source.overlay is not None)
@@ -142,20 +142,20 @@ class CausalLMModule(LightningModule):
         return self
 
     def configure_model(self) -> None:
-        """Build the model on meta; the strategy fills it, or this does where there is nothing to shard."""
+        """Build the model on meta; our strategies load its weights later, for others this method loads them."""
         if self._weights is not None:
             return
         strategy: Any = self._trainer.strategy if self._trainer else None  # None under load_weights
         check_attention(self.config.attn_implementation, strategy.root_device.type if strategy else "cpu")
         model: Any = self.build().model
-        if isinstance(strategy, EngineStrategy) and strategy.config.compile:  # for each new pack it would compile again
+        if isinstance(strategy, EngineStrategy) and strategy.config.compile:  # else each new pack recompiles
             by_sample(model, False)
             self.attn_implementation = str(model.config._attn_implementation)
         if isinstance(strategy, EngineStrategy) and is_accelerator(strategy.root_device) and self.global_rank == 0:
             compute = strategy.config.precision_config.row.compute
             words = attention_words(self.attn_implementation, self.config.attn_implementation, compute)
             _log.info("attention: %s", words)
-        if torch.are_deterministic_algorithms_enabled():  # of which FlashAttention knows nothing
+        if torch.are_deterministic_algorithms_enabled():  # FlashAttention ignores torch's setting
             os.environ["FLASH_ATTENTION_DETERMINISTIC"] = "1"
         seed = torch.initial_seed() if strategy is None else strategy.broadcast(torch.initial_seed())
         if self._adapter_config is None:
@@ -169,18 +169,18 @@ class CausalLMModule(LightningModule):
             Materializer(self, self.read_tensor, torch.device("cpu")).fill_all()
 
     def cpu(self) -> Self:
-        """Move to the host, as Lightning's own strategies do in the end; not what an error has left on meta."""
+        """Move to the CPU, as Lightning's strategies do at teardown, unless an error left tensors on meta."""
         return self if has_meta(self) else super().cpu()
 
     def read_tensor(self, module_name: str, module: nn.Module, attribute: str, rows: slice | None) -> torch.Tensor:
-        """One tensor of the model, or only its rows, for whoever fills the meta model."""
+        """Read one tensor of the model, or only ``rows`` of it, to materialize the meta model."""
         assert self._weights is not None
         return self._weights.read(module_name.removeprefix("model").removeprefix("."), module, attribute, rows)
 
     # -- training
 
     def on_train_start(self) -> None:
-        """Forget micro-batches of a run that ended inside a global batch; what the recipe says holds again."""
+        """Discard counts of an unfinished global batch; after a resume, apply the recipe's optimizer options."""
         self._window = None
         if self.trainer.ckpt_path and self._configured is not None:
             scheduler, configured = self._configured
@@ -194,7 +194,7 @@ class CausalLMModule(LightningModule):
                 _log.warning(text, before, live[0]["lr"])
 
     def training_step(self, batch: Mapping[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
-        """The summed loss of this rank's micro-batch, an fp32 scalar; scaled only before the optimizer step."""
+        """Return the summed loss of this rank's micro-batch, an fp32 scalar; gradients are scaled later."""
         alpha, batch = self.config.neftune_alpha, self.laid_out(batch)
         with embedding_noise(self.model, alpha, batch, self.global_rank) if alpha else nullcontext():
             loss, more = self._forward(batch)
@@ -206,10 +206,10 @@ class CausalLMModule(LightningModule):
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Scale the gradients of the global batch from sums to the mean over its supervised tokens, or pairs.
 
-        Undoes what others divided by: the engine by ranks, Lightning by ``accumulate_grad_batches`` (also in a short
-        last window).
+        Also undoes two divisions: the engine divides by the number of ranks, Lightning by ``accumulate_grad_batches``
+        (also in a short last window).
         """
-        window = self._window  # None: a subclass has a training step of its own, for which Lightning's mean holds
+        window = self._window  # None: a subclass overrides training_step and relies on Lightning's mean
         counts = torch.zeros(len(STEP_COUNTS), dtype=torch.float64, device=self.device) if window is None else window
         totals = torch.cat([counts, to_device(self.stop_votes, torch.float64, counts.device)])
         if dist.is_available() and dist.is_initialized():
@@ -219,10 +219,10 @@ class CausalLMModule(LightningModule):
             undo = self.trainer.world_size * self.trainer.accumulate_grad_batches * self._loss_divisor
             scale_grads(optimizer, (undo / totals[self._divided_by].clamp(min=1)).to(torch.float32))
             for name, value in self._step_metrics(totals).items():
-                # our progress bar asks for what was logged, others are given numbers, for which the host waits
+                # our progress bar fetches logged values itself; for others Lightning converts them, which syncs
                 is_shown = not getattr(self.trainer.progress_bar_callback, "asks", False)
                 self.log(name, value, prog_bar=is_shown and name == "train_loss")
-        self.log("lr", torch.tensor(optimizer.param_groups[0]["lr"]))  # a number would be brought to the device
+        self.log("lr", torch.tensor(optimizer.param_groups[0]["lr"]))  # Lightning would copy a float to the device
 
     def _step_metrics(self, totals: torch.Tensor) -> dict[str, torch.Tensor]:
         return step_metrics(totals)
@@ -232,7 +232,7 @@ class CausalLMModule(LightningModule):
         return float(getattr(self.trainer.strategy, "loss_divisor", 1.0))
 
     def configure_optimizers(self) -> Any:
-        """The optimizer; weight decay on matrices only (two or more dimensions before sharding), and a schedule."""
+        """Build optimizer and schedule; weight decay applies to parameters of two or more dimensions only."""
         optim = self.config.optim
         cls = optimizer_class(optim)
         splits = issubclass(cls, MuonWithAdamW)
@@ -249,12 +249,12 @@ class CausalLMModule(LightningModule):
         known = inspect.signature(cls).parameters
         own: dict[str, Any] = {"betas": (optim.beta1, optim.beta2), "eps": optim.eps}
         own["iterates_in"] = "fp32" if self._computes_in_fp32 else "bf16"
-        # Adafactor's eps are two
+        # Adafactor's eps is a pair
         own = {n: value for n, value in own.items() if n in known and np.shape(known[n].default) == np.shape(value)}
         arguments = own | dict(optim.optimizer_args or {})
         if cls is torch.optim.AdamW:
             cls = ShardAdamW
-            # Lightning's own strategies clip no fused one
+            # Lightning's strategies cannot clip gradients of a fused optimizer
             arguments.setdefault("fused", isinstance(self.trainer.strategy, EngineStrategy))
         try:
             optimizer = cls(options, **{"lr": optim.lr} | arguments)
@@ -274,35 +274,35 @@ class CausalLMModule(LightningModule):
         return self.trainer.precision == "32-true"
 
     def _total_steps(self, optim: OptimConfig) -> int:
-        """Optimizer steps of the whole run; only schedules that end need it."""
+        """Optimizer steps of the whole run; needed only by schedules that decay."""
         trainer = self.trainer
         if optim.schedule == "constant":
             return max(1, trainer.max_steps)
         limits = [trainer.max_steps] if trainer.max_steps > 0 else []
         if trainer.max_epochs is not None and trainer.max_epochs > 0:
-            limits.append(int(trainer.estimated_stepping_batches))  # -1: a stream that only a time ends
-        allowed = f"max_steps or max_epochs, which schedule {optim.schedule} falls towards"
+            limits.append(int(trainer.estimated_stepping_batches))  # -1: a stream, limited by time only
+        allowed = f"max_steps or max_epochs, which schedule {optim.schedule} needs to decay"
         require(limits and min(limits) >= 0, "trainer.max_steps", "no end of training", allowed)
         return min(limits)
 
     def counted(self, batch: Any) -> Any:
-        """A batch on the host, laid out, with the number of its supervised tokens: no device is waited for then."""
+        """Lay out a batch on the host and add its number of supervised tokens, so that no step syncs for it."""
         given, batch = batch, self.laid_out(batch)
-        if batch is not given:  # in memory from which it travels by itself
+        if batch is not given:  # pinned memory allows an asynchronous copy
             batch = tree_map_only(torch.Tensor, torch.Tensor.pin_memory, batch)
         if isinstance(batch, Mapping) and "labels" in batch:
             return {**batch, NUM_TARGETS: int((targets_here(batch, next_targets(batch)) != IGNORED).sum())}
         return batch
 
     def laid_out(self, batch: Any) -> Any:
-        """A batch with this rank's part of it, where several compute the same rows; best on the host."""
+        """Add this rank's part to a batch whose rows a context group shares; best called on the host."""
         if self.context is None or not isinstance(batch, Mapping) or context_of(batch) is not None:
             return batch
         return self.context.cut(batch)
 
     @property
     def context(self) -> RowParts | None:
-        """The ranks that get the same rows and compute a part of their positions each."""
+        """The ranks that get the same rows and each compute a part of their positions; None without such a group."""
         return getattr(self.trainer.strategy, "context", None) if self._trainer else None
 
     def _inputs(self, batch: Mapping[str, torch.Tensor]) -> dict[str, Any]:
@@ -325,7 +325,7 @@ class CausalLMModule(LightningModule):
     on_test_epoch_start = on_validation_epoch_start
 
     def _add_evaluated(self, batch: Mapping[str, torch.Tensor], sums: torch.Tensor) -> None:
-        """Add the sums of a batch to those of all rows, and of the set that it is of; a filler has none."""
+        """Add the sums of a batch to the totals and to its named set; a filler batch belongs to no set."""
         self._eval_metrics.update(sums)
         last = int(batch["row"].max()) if self._sets else 0
         name = next((name for name, end in self._sets if last < end), None)
@@ -346,11 +346,11 @@ class CausalLMModule(LightningModule):
     def predict_step(
         self, batch: Mapping[str, torch.Tensor], batch_idx: int, dataloader_idx: int = 0
     ) -> list[dict[str, float]]:
-        """Score each row: its summed loss in nats, its supervised tokens and its perplexity; fillers are left out."""
+        """Score each row: summed loss in nats, number of supervised tokens and perplexity; skips filler rows."""
         assert self.model is not None
         sums, tokens = sample_losses(self.model, self._inputs(batch), self._loss_plan)
         if self.context is not None and self.context.rank:
-            return []  # the first of the group says it
+            return []  # the first rank of the group returns the scores
         numbers = batch["row"].tolist() if "row" in batch else [None] * len(sums)
         return [
             {"loss_sum": loss, "supervised_tokens": num, "perplexity": math.exp(min(loss / max(1, num), 700))}
@@ -365,14 +365,14 @@ class CausalLMModule(LightningModule):
         self._add_evaluated(batch, torch.stack([value.double() for value in sums]))
 
     def _forward(self, batch: Mapping[str, torch.Tensor]) -> tuple[TokenLoss, list[torch.Tensor]]:
-        """The loss of a batch, and sums of a subclass, fp64, that are added up over the global batch beside it."""
+        """Return the loss of a batch and a subclass's own fp64 sums, which are added up over the global batch."""
         assert self.model is not None
         return causal_lm_forward(self.model, self._inputs(batch), self._loss_plan), []
 
     def last_hidden_states(self, batch: Mapping[str, Any], whole: bool = False) -> torch.Tensor:
-        """What the head sees of a batch, (B, T, hidden size), without a graph; it shows whether packs are isolated.
+        """Return the head's inputs for a batch, (B, T, hidden size), without a graph, to check that packs are isolated.
 
-        With ``whole`` every rank of a context group computes all of it.
+        With ``whole`` every rank of a context group computes all positions.
         """
         assert self.model is not None
         if whole or self.context is None:
@@ -382,7 +382,7 @@ class CausalLMModule(LightningModule):
         return self.context.gathered(part_1ND, 1)[:, : shape.numel()].reshape(*shape, -1)
 
     def answers(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[list[int]]:
-        """Token ids of the most likely answer to each prompt; every rank calls the model as often as the others."""
+        """Generate token ids of the greedy answer to each prompt; all ranks call the model equally often."""
         assert self.model is not None
         in_step = self.trainer.world_size > 1
         return generate_ids(self.model, self.tokenizer, prompts, max_new_tokens, self.device, in_step)
@@ -390,14 +390,14 @@ class CausalLMModule(LightningModule):
     # -- checkpoints
 
     def checkpoint_manifest(self) -> dict[str, Any]:
-        """How the tensors map to the transformers model; read by ``lit-fsdp export``."""
+        """Describe how the tensors map to the transformers model, for ``lit-fsdp export``."""
         ties = getattr(self.trainer.strategy, "_ties", {})
-        experts = getattr(self._weights, "experts_apart", {})  # with adapters the base knows
+        experts = getattr(self._weights, "experts_apart", {})  # empty with adapters: the base has them
         entry = model_entry(self.source, ties, self._adapter_config, self._kept_with_adapter, self._base, experts)
         return {"model": {**entry, "config_overrides": self.config.config_overrides or {}}}
 
     def check_checkpoint(self, manifest: Manifest) -> None:
-        """Refuse a checkpoint of other adapters, of another base or config, which its tensors alone do not tell."""
+        """Refuse a checkpoint with other adapters, base or config overrides, which its tensors do not reveal."""
         entry = manifest.extra.get("model", {})
         check_overrides(entry.get("config_overrides"), self.config.config_overrides, manifest.folder)
         saved = entry.get("base")
@@ -407,15 +407,15 @@ class CausalLMModule(LightningModule):
 
     @classmethod
     def load_from_checkpoint(cls, checkpoint_path: Any, **options: Any) -> Self:  # type: ignore[override]
-        """:func:`lit_fsdp.load_weights` for a new module; the ``model`` section of the run's recipe is its options."""
+        """Build a module and apply :func:`lit_fsdp.load_weights`; ``options`` are the recipe's ``model`` section."""
         return load_weights(cls(**options), checkpoint_path)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """See :meth:`check_checkpoint`."""
+        """Apply :meth:`check_checkpoint`."""
         folder = getattr(self.trainer.strategy, "loaded_checkpoint", None)
         if folder is not None:
             self.check_checkpoint(read_manifest(folder))
 
     def checkpoint_files(self) -> dict[str, bytes]:
-        """Config, generation config and tokenizer, so that a checkpoint can be exported without anything else."""
+        """Return config, generation config and tokenizer files, which make a checkpoint self-contained for export."""
         return model_files(self.source, self.tokenizer, self.model)

@@ -1,9 +1,9 @@
-"""The LightningModule for preferences: :class:`CausalLMModule` with another loss, and what that compares with.
+"""The LightningModule for preference training: :class:`CausalLMModule` with a loss of pairs and its reference model.
 
-The loss of a global batch is (sum over its pairs) / (their number), whatever the ranks, the accumulation and the
-padding. Pairs are compared with the model before training, with adapters the one below them: every pair once before
-the first step, kept beside the tokens in the cache. What that cannot be done for goes through the model below the
-adapters in a second forward pass of every batch.
+The loss of a global batch is (sum over its pairs) / (their number), for any number of ranks, accumulation and padding.
+The reference is the model before training; with adapters, their base. Reference log-probabilities of all pairs are
+computed once before the first step and cached. Where that is impossible, the base computes them in a second forward
+pass of every batch.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _log = logging.getLogger(__name__)
 class PreferenceModule(CausalLMModule):
     """Trains on pairs of a chosen and a rejected completion; its arguments are the ``model`` section of a recipe.
 
-    Steps log what :func:`~lit_fsdp.models.preference.pair_metrics` gives, after ``train_``; validation after ``val_``.
+    Logs :func:`~lit_fsdp.models.preference.pair_metrics` with the prefix ``train_`` or ``val_``.
 
     Args:
         **kwargs: The fields of :class:`lit_fsdp.config.model.PreferenceModelConfig`.
@@ -49,7 +49,7 @@ class PreferenceModule(CausalLMModule):
 
     config: PreferenceModelConfig
     is_preference = True
-    # how they are laid out, one of ways_to_lay_out(), as IsolationProof has found; None: padded, as nobody has looked
+    # layout of pairs, one of ways_to_lay_out(), set by IsolationProof; None: not checked, so padded
     pair_rows: str | None = None
     _divided_by = len(STEP_COUNTS)
 
@@ -57,7 +57,7 @@ class PreferenceModule(CausalLMModule):
     def __init__(self, **kwargs: Any) -> None:
         kwargs = vars(build(PreferenceModelConfig, kwargs, "model"))
         super().__init__(**{name: value for name, value in kwargs.items() if name != "preference"})
-        self.config = PreferenceModelConfig(**kwargs)  # where jsonargparse finds the arguments that a recipe may give
+        self.config = PreferenceModelConfig(**kwargs)  # jsonargparse finds the allowed arguments through this call
         means = functools.partial(pair_metrics, config=self.config.preference)
         self._eval_metrics = SumMetric(len(PAIR_COUNTS), means)
         self._references: dict[str, torch.Tensor] = {}
@@ -70,16 +70,16 @@ class PreferenceModule(CausalLMModule):
         return -sums_B.view(2, -1)
 
     def ways_to_lay_out(self) -> tuple[str, ...]:
-        """See :func:`~lit_fsdp.models.packing.rows_of_pairs`; for each length of a row code would be compiled again.
+        """List layouts as :func:`~lit_fsdp.models.packing.rows_of_pairs`; compiled code gets padded rows only.
 
-        Rows that several ranks share are cut as they are, which lays them out in one.
+        Other row lengths would recompile it. Context groups also start from padded rows, which they join and split.
         """
         compiles = self.trainer.strategy.config.compile  # type: ignore[attr-defined]
         is_fixed = compiles or self.config.neftune_alpha or self.context is not None
         return ("padded",) if is_fixed else rows_of_pairs(self.model, self.attn_implementation)
 
     def laid_out(self, batch: Any) -> Any:
-        """A batch with its pairs in one row, if they are to be, and what is counted; best on the host."""
+        """Join the pairs of a batch in one row if ``pair_rows`` says so; best called on the host."""
         is_known = isinstance(batch, Mapping) and ONE_ROW not in batch and {"counts", "attention_mask"} <= batch.keys()
         is_asked = is_known and self.pair_rows in ("shared", "whole")
         return super().laid_out(pairs_in_one_row(batch, self.pair_rows == "shared") if is_asked else batch)
@@ -102,7 +102,7 @@ class PreferenceModule(CausalLMModule):
     def predict_step(
         self, batch: Mapping[str, torch.Tensor], batch_idx: int, dataloader_idx: int = 0
     ) -> list[dict[str, float]]:
-        """Score each pair: summed log-probabilities of both completions in nats; fillers are left out."""
+        """Score each pair: summed log-probabilities of both completions in nats; skips fillers."""
         chosen, rejected = self(batch).tolist()
         rows = zip(batch["row"].tolist(), chosen, rejected, strict=True)
         return [{"row": row, "logp_chosen": c, "logp_rejected": r} for row, c, r in rows if row >= 0]
@@ -110,7 +110,7 @@ class PreferenceModule(CausalLMModule):
     # -- the reference
 
     def _reference(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Log-probabilities under the model before training, (2, P)."""
+        """Log-probabilities under the reference model, (2, P)."""
         assert self.model is not None
         split = "train" if self.trainer.training else "test" if self.trainer.testing else "val"
         if self._has_base and split not in self._references:
@@ -120,35 +120,35 @@ class PreferenceModule(CausalLMModule):
 
     @functools.cached_property
     def _has_base(self) -> bool:
-        """Whether all that is trained are adapters, so that the model before training is still there below them."""
+        """Whether only adapters are trained, so that the base is still the reference model."""
         names = [name for name, param in self.named_parameters() if param.requires_grad]
         return self.config.lora is not None and all(map(is_adapter, names))
 
     def on_fit_start(self) -> None:
-        """Compute what the loss compares with, unless it is in the cache; a checkpoint is loaded after this."""
+        """Compute reference log-probabilities unless they are cached; our strategies load a checkpoint after this."""
         self._references.clear()
         if isinstance(self.trainer.strategy, EngineStrategy) or not self.trainer.ckpt_path:
-            self._identity = None  # Lightning's own strategies have loaded the checkpoint by now
+            self._identity = None  # Lightning's strategies have already loaded the checkpoint
         for split in ("train", "val"):
             self._refer_to(split)
 
     def on_validation_start(self) -> None:
-        """The same for what is not trained on; not in a step, as it frees what the engine has gathered."""
+        """Compute them for the evaluated split; not inside a step, because this frees gathered parameters."""
         self._refer_to("test" if self.trainer.testing else "val")
 
     on_test_start = on_validation_start
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Note which model the loss compares with, so that the checkpoint can be validated."""
+        """Save the identity of the reference model, so that the checkpoint can be validated."""
         checkpoint["reference"] = self._identity
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Find out which model the loss compares with."""
+        """Restore the identity of the reference model."""
         super().on_load_checkpoint(checkpoint)
         self._identity = self._identity or checkpoint.get("reference")
 
     def _refer_to(self, split: str) -> None:
-        """Have those of all pairs of a split, fp32 (2, pairs); with adapters if all will be seen. Collective."""
+        """Load or compute log-probabilities of a split, fp32 (2, pairs); adapters: if all are used. Collective."""
         if not self.config.preference.has_reference or split in self._references:
             return
         assert self.model is not None
@@ -158,7 +158,7 @@ class PreferenceModule(CausalLMModule):
         is_numbered = hasattr(data, "in_order") and not (split == "train" and data.config.streaming)
         if self._has_base and not is_numbered:
             return
-        require(is_numbered, field, loss, "rows with numbers: of a CausalLMDataModule, and not streamed", fix)
+        require(is_numbered, field, loss, "numbered rows: a CausalLMDataModule without streaming", fix)
         rows = data.in_order(split)
         if rows is None:
             return
@@ -171,34 +171,34 @@ class PreferenceModule(CausalLMModule):
             self._identity = weights_identity(self, strategy, self._has_base)
         row = getattr(getattr(strategy, "config", None), "precision_config", self.trainer.precision)
         root = Path(data.config.cache_dir).expanduser() if data.config.cache_dir else cache_root()
-        lora = self.config.lora  # packed weights have scales beside them
+        lora = self.config.lora  # weights_identity covers packed weights but not their scales
         quantized = [lora.quantize, lora.double_quantization] if lora is not None and lora.quantize else []
         folder = root / "reference" / _hash([fingerprint, self._identity, str(row), *quantized])
         if not strategy.reduce_boolean_decision(folder.is_dir()):
-            given = f"{loss} with data.{split}, of which the model before training has seen nothing"
+            given = f"{loss} with data.{split}, which has no log-probabilities of the model before training"
             is_untrained = self._has_base or self._identity == weights_identity(self, strategy)
             require(is_untrained, field, given, "the rows of data.train and data.val of the run", fix)
             if is_first_process():
-                _log.info("%s: %d pairs go through the model before training", field, num_pairs)
+                _log.info("%s: computing reference log-probabilities of %d pairs", field, num_pairs)
             found = torch.zeros(2, num_pairs, device=strategy.root_device)
             without = adapters_off(self.model) if self._has_base else nullcontext()
             with evaluating(self), without, self.trainer.precision_plugin.forward_context():
                 for batch in loader:
                     is_row, logps = batch["row"] != FILLER, self(strategy.batch_to_device(batch))
                     found[:, batch["row"][is_row]] = logps[:, is_row].float()
-            if self.context is not None:  # whose ranks have the same rows
+            if self.context is not None:  # its ranks have the same rows
                 found *= int(self.context.rank == 0)
             if dist.is_available() and dist.is_initialized():
                 dist.all_reduce(found)
             if isinstance(strategy, EngineStrategy):
-                strategy.reshard()  # what a checkpoint is loaded into
+                strategy.reshard()  # a checkpoint is loaded into shards
             logps_2P = found.cpu().numpy()
             make_once(folder, lambda made: np.save(made / "logps.npy", logps_2P), f"reference of data.{split}")
         self._references[split] = torch.from_numpy(np.load(folder / "logps.npy")).to(strategy.root_device)
 
 
 def weights_identity(module: torch.nn.Module, strategy: Any, of_base: bool = False) -> str:
-    """What the weights are, or those below adapters, alike on any ranks and engine: sums of bytes; collective."""
+    """Hash the weights, or only the base below adapters, equally for all ranks and engines; collective."""
     found = {clean_name(name): param.detach() for name, param in module.named_parameters()}
     if of_base:
         found = {base_name(name): param for name, param in found.items() if not is_adapter(name)}

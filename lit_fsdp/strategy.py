@@ -27,21 +27,21 @@ _ENGINES: dict[str, Callable[[StrategyConfig], Strategy]] = {"fsdp2": FSDP2Strat
 def fsdp_strategy(**kwargs: Any) -> Strategy:
     """A strategy for Lightning's Trainer that shards any LightningModule, on CPU (gloo) or CUDA (NCCL).
 
-    It wraps by itself, before the optimizers are configured; weights that are there already are broadcast from rank 0,
-    weights on meta are filled shard by shard. Gradients are averaged over ranks, and Lightning's own settings hold.
+    It wraps modules automatically, before the optimizers are configured. Existing weights are broadcast from rank 0;
+    weights on meta are loaded shard by shard. Gradients are averaged over ranks, and Lightning's settings apply.
 
     Args:
         **kwargs: The fields of :class:`lit_fsdp.config.strategy.StrategyConfig`, each described there.
 
     Raises:
-        ConfigError: A value that does not exist, or values that do not go together.
+        ConfigError: An invalid value, or conflicting values.
     """
     config = build(StrategyConfig, kwargs, "fsdp_strategy")
     return _ENGINES.get(config.engine, ReplicatedStrategy)(config)
 
 
 def _read_folders_too(read: Callable[..., Any]) -> Callable[..., Any]:
-    """Lightning's reader behind ``MyModule.load_from_checkpoint``, which knows files alone, for checkpoints of ours."""
+    """Extend Lightning's reader behind ``MyModule.load_from_checkpoint`` from files to our checkpoint folders."""
 
     @functools.wraps(read)
     def read_either(path: Any, *args: Any, **options: Any) -> Any:

@@ -1,20 +1,20 @@
-"""Floating-point operations of a training step, from the shapes of a model and what a step has counted.
+"""Floating-point operations of a training step, from the shapes of a model and the counts of the step.
 
 One multiplication with its addition is two operations; only matrix products count. For every token:
 
-- a weight of N elements that is multiplied by costs 2 N forward; backward 2 N for the gradient of its input, if
-  anything before it (or in the same block) is trained, and 2 N for its own gradient, if it is trained itself. Full
+- multiplying by a weight of N elements costs 2 N forward; backward 2 N for the gradient of its input, if anything
+  before it (or in the same block) is trained, and 2 N for its own gradient, if it is trained itself. Full
   fine-tuning therefore costs 6 N; a frozen weight under adapters 4 N, and the adapters' own products 6 N.
-- embeddings are looked up and cost nothing. Of experts, those count that a token is sent to.
-- attention: a query meets the keys before it in its own sample. A sample of T tokens has T² / 2 such pairs, with a
-  window of W tokens W T - W² / 2; each costs 2 (D_qk + D_v) per query head forward, and twice that backward. Other
-  samples of a pack are never met.
-- the head counts at supervised tokens only, since the loss needs no other.
+- embeddings are looked up and cost nothing. Only the experts that a token is routed to count.
+- attention: a query attends to the previous keys of its own sample. A sample of T tokens has T² / 2 such pairs, with a
+  window of W tokens W T - W² / 2; each costs 2 (D_qk + D_v) per query head forward, and twice that backward. Pairs
+  across samples of a pack do not count.
+- the head counts at supervised tokens only, since the loss needs no others.
 
-This is the work that the loss and its gradients need, whatever a backend really does (padding, logits of prompts, the
-masked half of attention): dividing it by time and by the device's peak rate gives MFU. PaLM's formula (appendix B)
-counts all T² pairs, and the head at every token; pre-training without the causal half agrees with it. HFU adds the
-forward pass of every block that activation checkpointing computes again.
+This is the work that the loss and its gradients need, without the extra work of a backend (padding, logits of prompts,
+the masked half of attention): dividing it by time and by the device's peak rate gives MFU. PaLM's formula (appendix B)
+counts all T² pairs, and the head at every token; both agree for pre-training without the causal half. HFU adds the
+forward pass of every block that activation checkpointing recomputes.
 
 Source: PaLM, arXiv:2204.02311, appendix B; Korthikanti et al., arXiv:2205.05198, appendix A.
 """
@@ -34,7 +34,7 @@ from lit_fsdp.config.model import WITHOUT_SDPA
 _WINDOWS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
 _KNOWN_LAYERS = {"full_attention", "attention", *_WINDOWS}
 _NO_PRODUCT = {"original_module", "lora_embedding_A", "token_adapter"}
-_OF_EXPERTS = re.compile(r"(^|\.)experts\.(\d+|(base_layer\.)*(lora_[AB]|\w+_proj))\.")  # these, in 4 bits
+_OF_EXPERTS = re.compile(r"(^|\.)experts\.(\d+|(base_layer\.)*(lora_[AB]|\w+_proj))\.")  # \w+_proj: 4-bit experts
 _NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
@@ -42,7 +42,7 @@ _NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 class BlockFlops:
     """Operations of one block: per token for its weights, per pair of query and key for its attention.
 
-    ``forward_…`` alone, and ``train_…`` with the backward pass.
+    ``forward_…`` is the forward pass; ``train_…`` includes the backward pass.
     """
 
     forward_per_token: float
@@ -50,19 +50,19 @@ class BlockFlops:
     forward_per_pair: float
     train_per_pair: float
     kept_from: float
-    """Tokens of a sample from which on recomputed blocks keep what attention gave."""
+    """Sample length in tokens from which recomputed blocks keep the results of attention."""
     window: int | None
-    """Keys a query meets at most; None for all before it."""
+    """Maximum number of keys per query; None for all previous keys."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFlops:
-    """What a model costs, forward and backward; made by :func:`flop_formula`."""
+    """Cost of a model, forward and backward; created by :func:`flop_formula`."""
 
     blocks: Mapping[str, BlockFlops]
     """By module name, as in ``model.named_modules()``."""
     outside_per_token: float
-    """Of weights that are in no block, without the head."""
+    """Cost of weights outside of blocks, without the head."""
     head_per_supervised_token: float
 
     def train_flops(self, counts: Mapping[str, float]) -> float:
@@ -75,14 +75,14 @@ class ModelFlops:
     def recomputed_flops(self, counts: Mapping[str, float], words: Mapping[str, str]) -> float | None:
         """Operations that activation checkpointing repeats in the backward pass; None if that is not known.
 
-        ``full`` repeats a block, attention of short rows only; ``selective`` keeps all products by default, so none is
-        repeated; what is kept within a memory budget, only the compiler knows. ``words`` are those by block name; one
-        without repeats nothing.
+        ``full`` repeats a block, but attention of short rows only; ``selective`` keeps all products by default and
+        repeats none; only the compiler knows what a memory budget keeps. ``words`` are the modes by block name;
+        other blocks repeat nothing.
         """
         total = 0.0
         for name, block in self.blocks.items():
             word, _, more = words.get(name, "no").partition(",")
-            if word not in ("no", "full", "selective") or "tiles" in more:  # whose layers are computed once more
+            if word not in ("no", "full", "selective") or "tiles" in more:  # tiled layers are computed once more
                 return None
             if word == "full":
                 total += block.forward_per_token * counts["tokens"]
@@ -92,10 +92,10 @@ class ModelFlops:
 
 
 def num_pairs(counts: Mapping[str, float], window: int | None) -> float:
-    """Pairs of a query and a key it may see, each sample on its own: half the sum of squared lengths.
+    """Number of query-key pairs within samples: half the sum of squared lengths.
 
-    With a window, samples are taken as equally long, weighted by tokens: exact if they are, or if none is longer than
-    the window; else a little too many.
+    With a window, samples are assumed to be equally long, weighted by tokens: exact if they are, or if no sample is
+    longer than the window; else slightly too many.
     """
     tokens, squared = counts["tokens"], counts["squared_tokens"]
     if window is None or squared <= window * tokens:
@@ -104,13 +104,13 @@ def num_pairs(counts: Mapping[str, float], window: int | None) -> float:
 
 
 def flop_formula(model: nn.Module) -> ModelFlops:
-    """The cost of a transformers causal LM, with adapters and frozen weights, from its unsharded shapes.
+    """Compute the cost of a transformers causal LM, with adapters and frozen weights, from its unsharded shapes.
 
-    Call it before weights are sharded; meta tensors suffice. Input gradients count from the first block on that trains
-    something. (In that one block, adapters save those of the first projections: a little less is done than counted.)
+    Call it before weights are sharded; meta tensors suffice. Input gradients count from the first block with trained
+    weights. (In that block, adapters skip those of the first projections, so the count is slightly too high.)
 
     Raises:
-        ValueError: No formula is known for this model; the text says why.
+        ValueError: No formula is known for this model; the message gives the reason.
     """
     config = model.config.get_text_config()  # type: ignore[operator, union-attr]
     kinds, count = getattr(config, "layer_types", None) or (), config.num_hidden_layers
@@ -159,7 +159,7 @@ def _block(block: nn.Module, flows: bool, config: Any, kind: str) -> BlockFlops:
 
 
 def _own_products(name: str, module: Any, config: Any) -> list[tuple[float, bool]]:
-    """Elements that one token is multiplied by, and whether they are trained, of each weight of this very module."""
+    """For each weight of the module itself: elements that multiply one token, and whether it is trained."""
     if isinstance(module, nn.Embedding) or not _NO_PRODUCT.isdisjoint(name.split(".")):
         return []
     found = []
@@ -168,10 +168,10 @@ def _own_products(name: str, module: Any, config: Any) -> list[tuple[float, bool
         if p.ndim < 2 or own.endswith("bias") or own in _NO_PRODUCT:
             continue
         elements: Any = p.numel()
-        if own == "weight" and hasattr(module, "quant_state"):  # by bitsandbytes, several weights in a number
+        if own == "weight" and hasattr(module, "quant_state"):  # bitsandbytes packs several weights in one element
             elements = module.in_features * module.out_features
         is_of_experts = (p.ndim == 3 and p.shape[0] == num_experts) or _OF_EXPERTS.search(f"{name}.")
-        if num_experts and is_of_experts:  # a token meets those it is sent to
+        if num_experts and is_of_experts:  # only the experts that a token is routed to
             elements *= config.num_experts_per_tok / num_experts
         found.append((elements, p.requires_grad))
     return found

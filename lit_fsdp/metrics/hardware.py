@@ -1,6 +1,6 @@
-"""What the hardware can do, and how much memory this process has used of it.
+"""Peak rates of the hardware, and peak memory of this process.
 
-Peak rates are those that the makers state: dense, without sparsity, at boost clock.
+Rates are the vendors' figures: dense, without sparsity, at boost clock.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import yaml
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """One row of ``hardware.yaml``, under the name that the command line gives it (``h100-80gb``)."""
+    """One row of ``hardware.yaml``, with its name on the command line (``h100-80gb``)."""
 
     name: str
     words: str
-    """All of them are in the name that the device gives itself; the row with most words wins."""
+    """All of these words must be in the device name; the row with most words wins."""
     memory_gib: float
     tflops: dict[str, float]
-    """By ``fp8``, ``bf16``, ``fp16``, ``tf32``, ``fp32``; what the device lacks is not there."""
+    """By ``fp8``, ``bf16``, ``fp16``, ``tf32``, ``fp32``; dtypes that the device lacks are missing."""
     link_gb_per_second: float
     """To the other devices of its node, in each direction, in 10**9 bytes."""
     host_gb_per_second: float
@@ -41,13 +41,13 @@ def gpus() -> tuple[Gpu, ...]:
 
 
 _SLOWER = {"LAPTOP", "MIG", "D", "Q"}
-"""A name with one of these words (of Max-Q the last) is another or a part of the device, whose rate is not here."""
+"""A name with one of these words (Q is from Max-Q) is another device, or a part of one, whose rate is unknown."""
 
 
 def peak_flops(device_name: str, multiplies: str) -> float | None:
     """Peak FLOP/s of a device, dense, in ``fp8``, ``bf16``, ``fp16``, ``tf32`` or ``fp32``; None if not in the table.
 
-    ``device_name`` is what ``torch.cuda.get_device_name`` says, e.g. ``NVIDIA H100 80GB HBM3``.
+    ``device_name`` is the result of ``torch.cuda.get_device_name``, e.g. ``NVIDIA H100 80GB HBM3``.
     """
     words = set(re.split(r"[\s_-]+", device_name.upper()))
     rows = [row for row in gpus() if words.isdisjoint(_SLOWER) and words.issuperset(row.words.upper().split())]
@@ -56,40 +56,40 @@ def peak_flops(device_name: str, multiplies: str) -> float | None:
 
 
 def peak_host_bytes() -> int:
-    """Largest resident set of this process so far, in bytes (``VmHWM``); 0 where the kernel does not tell."""
-    # not getrusage: a fork starts with its parent's peak there
+    """Largest resident set of this process so far, in bytes (``VmHWM``); 0 if the kernel does not report it."""
+    # not getrusage: there a fork starts with its parent's peak
     status = Path("/proc/self/status")
     found = re.search(r"VmHWM:\s+(\d+)", status.read_text()) if status.is_file() else None
     return int(found[1]) * 1024 if found else 0
 
 
 def reset_peak_host_bytes() -> None:
-    """Start :func:`peak_host_bytes` again from what is resident now, where the kernel lets us."""
+    """Reset :func:`peak_host_bytes` to the memory resident now, if the kernel allows it."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 
 
 def is_accelerator(device: torch.device | str) -> bool:
-    """Whether a device, or a type of device, is anything but the CPU: ``torch.get_device_module`` has what it can."""
+    """Whether a device or device type is not the CPU, so that ``torch.get_device_module`` applies."""
     return torch.device(device).type != "cpu"
 
 
 def to_device(numbers: Sequence[float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Numbers of the host as a tensor on a device, for which the host does not wait."""
+    """Copy host numbers to a tensor on a device asynchronously."""
     found = torch.tensor(numbers, dtype=dtype)
     return found.pin_memory().to(device, non_blocking=True) if is_accelerator(device) else found
 
 
 def device_name(device: torch.device) -> str:
-    """What a device calls itself, or ``CPU``."""
+    """Name of a device, or ``CPU``."""
     return torch.get_device_module(device).get_device_name(device) if is_accelerator(device) else "CPU"
 
 
 def peak_device_bytes(device: torch.device) -> int:
-    """Largest allocation on an accelerator so far in bytes, or the peak of the host's memory on CPU."""
+    """Peak allocated memory of an accelerator so far in bytes, or peak host memory on CPU."""
     return torch.get_device_module(device).max_memory_allocated(device) if is_accelerator(device) else peak_host_bytes()
 
 
 def peak_reserved_bytes(device: torch.device) -> int | None:
-    """Largest memory that torch's allocator has held on an accelerator so far, in bytes; None on CPU."""
+    """Peak memory reserved by torch's allocator on an accelerator so far, in bytes; None on CPU."""
     return torch.get_device_module(device).max_memory_reserved(device) if is_accelerator(device) else None

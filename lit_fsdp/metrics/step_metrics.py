@@ -1,4 +1,4 @@
-"""What is counted in every step, summed by its one all-reduce over micro-batches and ranks, and what is logged."""
+"""Counts of every step, summed over micro-batches and by one all-reduce over ranks, and the logged metrics."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import torch
 from torchmetrics import Metric
 
 BATCH_COUNTS = ("tokens", "samples", "slots", "squared_tokens")
-"""Counted while a batch is put together: tokens without padding; samples; positions of ``input_ids``, padding too; and
+"""Counted while a batch is collated: tokens without padding; samples; positions of ``input_ids`` with padding; and
 the sum over samples of (tokens of the sample) squared, to which the cost of attention is proportional."""
 STEP_COUNTS = ("supervised_tokens", "loss_sum", *BATCH_COUNTS, "correct_tokens")
 """First entries of ``CausalLMModule.step_totals``; votes to stop follow. ``loss_sum`` is the plain cross-entropy, and
-``correct_tokens`` are supervised tokens whose most likely prediction was right; NaN where Liger does not tell."""
+``correct_tokens`` are supervised tokens whose most likely prediction was right; NaN with Liger."""
 
 
 def step_counts(totals: Iterable[float]) -> dict[str, float]:
@@ -21,7 +21,7 @@ def step_counts(totals: Iterable[float]) -> dict[str, float]:
 
 
 def batch_counts(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """``batch["counts"]``, or for somebody's own batches the same counted from mask and ids; int64 (4,)."""
+    """Return ``batch["counts"]``, or for custom batches count from mask and ids; int64 (4,)."""
     if "counts" in batch:
         return batch["counts"]
     ids_BT = batch["input_ids"]
@@ -31,7 +31,7 @@ def batch_counts(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
 
 
 def step_metrics(totals: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What one optimizer step logs, per supervised token of its global batch; fp32 scalars.
+    """Metrics of one optimizer step, per supervised token of its global batch; fp32 scalars.
 
     ``totals`` are in the order of :data:`STEP_COUNTS`; more may follow.
     """
@@ -40,7 +40,7 @@ def step_metrics(totals: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 class SumMetric(Metric):
-    """Sums over the batches of all ranks, each of which may have seen another number of tokens, and their means."""
+    """Sums over the batches of all ranks, which may have different numbers of tokens, and their means."""
 
     sums: torch.Tensor
 
@@ -54,11 +54,11 @@ class SumMetric(Metric):
         self.sums += sums
 
     def compute(self) -> dict[str, torch.Tensor]:
-        """Fp32 scalars over all ranks."""
+        """Compute fp32 scalars over all ranks."""
         return self._means(self.sums)
 
 
 def eval_means(sums: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Loss, perplexity and accuracy of supervised tokens: of their number, and the sums over them."""
+    """Loss, perplexity and accuracy of supervised tokens, from their number and the sums over them."""
     loss, accuracy = (sums[1:] / sums[0]).float()
     return {"loss": loss, "perplexity": loss.exp(), "token_accuracy": accuracy}

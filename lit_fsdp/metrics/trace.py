@@ -1,8 +1,8 @@
-"""Where the time of an optimizer step goes, from a Chrome trace of :mod:`torch.profiler`, on a GPU or a CPU.
+"""Time breakdown of an optimizer step from a Chrome trace of :mod:`torch.profiler`, on a GPU or a CPU.
 
-A trace that holds kernels is judged by its streams: copies are computing, NCCL's kernels communication. Else it is
-judged by its threads: an operator of a library (``aten::mm``) is computing, while autograd's own only call others; what
-c10d and gloo's threads do is communication. While a collective runs, a rank may only be waiting for a slower one.
+A trace with kernels is analyzed by streams: copies count as compute, NCCL kernels as communication. Other traces are
+analyzed by threads: library operators (``aten::mm``) count as compute, unlike autograd's, which only call others; work
+of c10d and gloo threads counts as communication. It includes the time in which a rank waits for a slower rank.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 PREFIX = "lit_fsdp: "
-"""How the name of a mark begins that says which phase it is; the phases follow one another without gaps."""
+"""Prefix of the names of marks, followed by the phase; phases follow one another without gaps."""
 WARMUP_STEPS = 2
-"""Optimizer steps before those in a trace: the first one allocates, the second one is traced and thrown away."""
+"""Optimizer steps before those in a trace: the first allocates, the second is traced and discarded."""
 PHASES = ("data wait", "forward", "backward", "optimizer")
 COLUMNS = ("all", "compute", "communication", "exposed communication", "idle")
 _DEVICE, _LAUNCHES = ("kernel", "gpu_memcpy", "gpu_memset"), ("cuda_runtime", "cuda_driver")
@@ -27,12 +27,12 @@ _Intervals = list[tuple[float, float]]
 
 
 def trace_record(trace: Mapping[str, Any]) -> dict[str, Any]:
-    """What a trace tells, as JSON can hold it: ms per optimizer step of :data:`COLUMNS` for each of :data:`PHASES`.
+    """Summarize a trace as JSON data: ms per optimizer step of :data:`COLUMNS` for each of :data:`PHASES`.
 
     Communication is exposed while nothing is computed, and a rank is idle while it does neither: ``all`` is
-    ``compute`` + ``exposed communication`` + ``idle``. On a device a phase ends when all that was launched until its
-    mark ended is done, so that the phases add up to the step there as well. ``trace`` is as ``export_chrome_trace``
-    writes it, with the marks of :class:`lit_fsdp.callbacks.profile.ProfileWindow` and of ``profile.step()``.
+    ``compute`` + ``exposed communication`` + ``idle``. On a device a phase ends when all work launched before the end
+    of its mark is done, so that the phases add up to the step there too. ``trace`` is the output of
+    ``export_chrome_trace`` with marks of :class:`lit_fsdp.callbacks.profile.ProfileWindow` and ``profile.step()``.
     """
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
     steps = len({event["name"] for event in events if event["name"].startswith("ProfilerStep#")})
@@ -55,9 +55,9 @@ def trace_record(trace: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _work(events: Iterable[Mapping[str, Any]], on_device: bool) -> tuple[_Intervals, _Intervals]:
-    """When something is computed, and when something is communicated."""
+    """Intervals of compute and of communication."""
     found: tuple[_Intervals, _Intervals] = ([], [])
-    until: dict[Any, float] = defaultdict(float)  # by thread, the end of its communication: of all that is inside too
+    until: dict[Any, float] = defaultdict(float)  # by thread, the end of its communication, to skip nested events
     for event in sorted(events, key=lambda event: (event["ts"], -event["dur"])):
         kind, communicates = event.get("cat"), bool(_COMMUNICATION.search(event["name"]))
         is_work = kind in _DEVICE
@@ -73,7 +73,7 @@ def _work(events: Iterable[Mapping[str, Any]], on_device: bool) -> tuple[_Interv
 
 
 def _done_at(borders: Sequence[float], events: Sequence[Mapping[str, Any]]) -> list[float]:
-    """When the device has done what was launched until each of ``borders``, a time on the host."""
+    """When the device finishes the work launched before each of ``borders``, which are host times."""
     launched = {
         event["args"]["correlation"]: event["ts"]
         for event in events
@@ -85,7 +85,7 @@ def _done_at(borders: Sequence[float], events: Sequence[Mapping[str, Any]]) -> l
 
 
 def _covered(intervals: _Intervals, borders: Sequence[float]) -> Any:
-    """How much of the union of the intervals lies between each two neighboring borders."""
+    """Length of the union of the intervals between each two neighboring borders."""
     starts, ends = np.array(sorted(intervals)).reshape(-1, 2).T
     ends = np.maximum.accumulate(ends)
     starts = np.maximum(starts, np.append(-np.inf, ends)[: len(ends)])
@@ -93,7 +93,7 @@ def _covered(intervals: _Intervals, borders: Sequence[float]) -> Any:
 
 
 def advice(records: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What to try next: one sentence per share of the step that is large, by what is largest on any rank."""
+    """Suggest what to try next: one sentence per large share of the step, by the largest value of any rank."""
     totals = [{c: sum(row[c] for row in record["phases"].values()) for c in COLUMNS} for record in records]
 
     def share(column: str, *phases: str) -> float:
@@ -107,5 +107,5 @@ def advice(records: Sequence[Mapping[str, Any]]) -> list[str]:
         (share("idle", "forward", "backward"), 0.25, f"is idle between operators: {larger}, or compile: true"),
     ]
     least = min(total["compute"] / total["all"] for total in totals)
-    nothing = f"nothing stands out: computing takes {least:.0%} of the step; lit-fsdp bench compares choices"
+    nothing = f"no bottleneck found: compute takes {least:.0%} of the step; lit-fsdp bench compares choices"
     return [f"{part:.0%} of the step {text}" for part, large, text in cases if part >= large] or [nothing]

@@ -1,7 +1,7 @@
-"""A linear layer of peft with its adapter in one function: base product, both factors, scale; its input saved once.
+"""peft's LoRA linear layer as one autograd function, which computes base and adapter and saves the input once.
 
-peft casts the input to the adapter's dtype and back, scales and adds, and autograd follows each step. Its modules stay
-as they are, and so do names, units, merges and saves; what the function does not cover goes peft's own way.
+peft casts the input to the adapter's dtype and back, scales and adds, and autograd records each step. Modules, names,
+units, merges and saves stay those of peft; calls that the function does not support run peft's own forward.
 
 Shapes: N rows of inputs, I inputs, O outputs, R the rank.
 """
@@ -22,8 +22,8 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 def apply_one_function(layer: Any) -> None:
-    """Let a ``lora.Linear`` or ``lora.Linear4bit`` of peft compute in one function where that gives the same."""
-    layer.forward = functools.partial(_forward, layer)  # which copies and pickles take along
+    """Make a ``lora.Linear`` or ``lora.Linear4bit`` of peft compute in one function where the result is the same."""
+    layer.forward = functools.partial(_forward, layer)  # unlike a closure, it survives copies and pickles
 
 
 def _forward(layer: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -32,8 +32,8 @@ def _forward(layer: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Te
 
 
 def _parts(layer: Any, x: torch.Tensor) -> tuple[Any, ...] | None:
-    """The further arguments of :class:`_Adapted`, or nothing where peft has to do it."""
-    if not torch.is_grad_enabled():  # nothing is saved, and logits are those of peft to the last bit
+    """The remaining arguments of :class:`_Adapted`, or None where peft's forward must run."""
+    if not torch.is_grad_enabled():  # nothing to save, and logits are bit-equal to peft's
         return None
     names = [name for name in layer.active_adapters if name in layer.lora_A]
     if len(names) != 1 or layer.disable_adapters or layer.merged or names[0] in layer.lora_variant:
@@ -41,7 +41,7 @@ def _parts(layer: Any, x: torch.Tensor) -> tuple[Any, ...] | None:
     base, first, second = layer.base_layer, layer.lora_A[names[0]], layer.lora_B[names[0]]
     dropout = layer.lora_dropout[names[0]]
     is_quantized = is_nf4(base)
-    # units of their own, which only a call gathers, are of another class or have hooks
+    # a layer that is its own FSDP unit must be called to be gathered: it has another class or hooks
     fits = (is_quantized or type(base) is nn.Linear) and type(first) is type(second) is nn.Linear
     drops = type(dropout) is not nn.Identity and (type(dropout) is not nn.Dropout or (dropout.p and dropout.training))
     if not fits or drops or second.bias is not None or not all(map(_is_plain, (base, first, second, dropout))):
@@ -73,7 +73,7 @@ class _Adapted(torch.autograd.Function):
         out_NO = multiply(x_NI, weight_OI, bias, state) if state else F.linear(x_NI, weight_OI.to(dtype), bias)
         inner_NR = x_NI.mm(first_RI.to(dtype).t())
         factors = (inner_NR, second_OR.to(dtype).t())
-        # products that a mode keeps by their operator (selective) must not change
+        # selective checkpointing keeps products by operator, so they must not change in place
         if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
             out_NO = torch.addmm(out_NO, *factors, alpha=scale)
         else:
@@ -85,7 +85,7 @@ class _Adapted(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Gradients in the dtype of the products, which autograd casts."""
+        """Compute gradients in the dtype of the products; autograd casts them."""
         x_NI, inner_NR, weight_OI, first_RI, second_OR = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, needs_first, needs_second, *_ = ctx.needs_input_grad
         x_grad = weight_grad = bias_grad = first_grad = second_grad = None
@@ -102,6 +102,6 @@ class _Adapted(torch.autograd.Function):
                 bias_grad = grad_NO.sum(0)
             if needs_first:
                 first_grad = inner_grad_NR.t().mm(x_NI)
-            if needs_second:  # this way round a third faster on a CPU
+            if needs_second:  # this operand order is a third faster on a CPU
                 second_grad = inner_NR.t().mm(grad_NO).mul_(ctx.scale).t()
         return x_grad, weight_grad, bias_grad, first_grad, second_grad, None, None, None

@@ -1,8 +1,8 @@
-"""SDPA over each sample of a pack by itself: nothing grows with the square of a pack, and no head is repeated.
+"""SDPA over each sample of a pack separately: no cost is quadratic in the pack length, and no head is repeated.
 
 Attention sinks and soft caps, which SDPA does not support, are computed eagerly, a chunk of queries at a time.
 
-Shapes: B rows, H heads of queries, K of keys and values (H is a multiple), T tokens of a row, D size of a head.
+Shapes: B rows, H query heads, K key and value heads (H is a multiple of K), T tokens of a row, D head size.
 """
 
 from __future__ import annotations
@@ -24,34 +24,34 @@ from lit_fsdp.config.model import WITHOUT_SDPA
 from lit_fsdp.models.context import ContextGroup
 
 BY_SAMPLE = "sdpa_by_sample"
-"""The name under which transformers' models find it, as :func:`by_sample` gives it to them."""
+"""Name of this backend in transformers; :func:`by_sample` sets it."""
 _OWN_MASKS = "axk2 deepseek_v32 doge gemma4_text gemma4_unified_text glm_moe_dsa".split()
-"""Families of transformers (5.24) that cut a mask, or go on from it to one of their own."""
+"""Families of transformers (5.24) that slice a mask or derive their own from it."""
 _running: list[Sequence[int] | None] = []
-"""The ``sample_lengths`` of the forward passes that are under way, the innermost last."""
+"""The ``sample_lengths`` of the running forward passes, the innermost last."""
 
 kept_by: list[Any] = []
-"""Contexts in which the blocks that are under way want attention to run, the innermost last."""
+"""Contexts in which the running blocks want attention to run, the innermost last."""
 
 
 def is_causal(model: torch.nn.Module) -> bool:
-    """Whether no token attends to later ones; in BERT and its like it does, unless they are configured as decoders."""
+    """Whether no token attends to later tokens; false for models such as BERT unless configured as decoders."""
     return all(getattr(module, "is_causal", True) is not False for module in model.modules())
 
 
 def by_sample(model: Any, is_wanted: bool) -> None:
-    """Let a model that would run with SDPA attend sample by sample, or again as transformers has it; in place."""
+    """Switch a model that uses SDPA to attention sample by sample, or back to that of transformers; in place."""
     before, kind = model.config._attn_implementation, model.config.model_type
     of_transformers = "eager" if kind in WITHOUT_SDPA else "sdpa"
     fits = model._supports_attention_backend and kind not in _OWN_MASKS and is_causal(model)
-    if fits and before in ((of_transformers, "sdpa") if is_wanted else (BY_SAMPLE,)):  # earlier ones claim to have it
+    if fits and before in ((of_transformers, "sdpa") if is_wanted else (BY_SAMPLE,)):  # older versions report sdpa
         name = BY_SAMPLE if is_wanted else of_transformers
-        if kind in WITHOUT_SDPA:  # which transformers refuses whatever has sdpa in its name
+        if kind in WITHOUT_SDPA:  # for these transformers refuses any name that contains sdpa
             model.config._attn_implementation = name
         else:
             model.set_attn_implementation(name)
         if torch.cuda.is_available():
-            _has_varlen()  # whose operator is known then, for recomputation that keeps attention
+            _has_varlen()  # registers the operator, so that recomputation can keep its results
         if is_wanted:
             model.register_forward_pre_hook(_begin, with_kwargs=True)
             model.register_forward_hook(_end, always_call=True)
@@ -66,14 +66,14 @@ def _end(*unused: Any) -> None:
 
 
 def _mask(**asked: Any) -> torch.Tensor | int | None:
-    """What layers get as their mask: nothing if they are causal, the size of a sliding window, or what SDPA needs."""
+    """Return the mask for layers: None if they are causal, the size of a sliding window, or SDPA's mask."""
     window = asked.get("local_size")
     is_chunked = window is not None and window == getattr(asked.get("config"), "attention_chunk_size", None)
     is_other = asked.get("use_vmap") or asked.get("allow_is_bidirectional_skip") or is_chunked
-    # transformers < 5.4 gives the positions of the queries: delete when the minimum is later
+    # transformers < 5.4 passes the positions of the queries: delete when the minimum is later
     num_queries = asked["q_length"] if "q_length" in asked else len(asked["cache_position"])
     is_one_pass = asked.get("attention_mask") is None and num_queries == asked["kv_length"]
-    # transformers forbids the skip for packed rows; those of our batches bring their lengths along instead of a mask
+    # transformers forbids the skip for packed rows; our batches carry sample lengths instead of a mask
     is_known = asked.get("allow_is_causal_skip", True) or bool(_running and _running[-1])
     return window if is_one_pass and is_known and not is_other else sdpa_mask(**asked)
 
@@ -93,12 +93,12 @@ def _attend(
     s_aux: torch.Tensor | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of transformers' kind, (B, T, H, D); without ``sample_lengths`` of rows that are one sample each.
+    """Attention function for transformers, (B, T, H, D); without ``sample_lengths`` each row is one sample.
 
     ``softcap`` bounds the scores; ``s_aux`` (H) are the logits of attention sinks, one per head.
 
-    With ``shared_lengths`` the second half of the samples goes on from so many first tokens of those in the first half.
-    In a ``context`` group tensors are of this rank's part of the row, and lengths of the whole one.
+    With ``shared_lengths`` each sample of the second half continues that many first tokens of its pair in the first.
+    In a ``context`` group tensors hold this rank's part of the row; lengths describe the whole row.
     """
     tensors = (query_BHTD, key_BKTD, value_BKTD)
     options: dict[str, Any] = {"dropout_p": dropout, "scale": scaling}
@@ -118,7 +118,7 @@ def _attend(
         return _plain(query_BHTD, key, value, attention_mask, **options).transpose(1, 2).contiguous(), None
     if torch.is_tensor(attention_mask) or (attention_mask is None and sample_lengths is None and not is_plain):
         out, _ = sdpa_attention_forward(module, *tensors, attention_mask, dropout=dropout, scaling=scaling, **others)
-        # no mask knows of shared prompts, which the proof is to notice
+        # no mask describes shared prompts: NaN makes the isolation proof fail
         return out * torch.nan if shared_lengths else out, None
     fits_flash = query_BHTD.dtype != torch.float32 and query_BHTD.shape[-1] == value_BKTD.shape[-1] <= 256
     lengths = list(sample_lengths or [query_BHTD.shape[2]])
@@ -138,7 +138,7 @@ def _attend_as_asked(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
 
 
 def _samples(x_BHTD: torch.Tensor, lengths: list[int], shared_lengths: Sequence[int]) -> list[torch.Tensor]:
-    """Each sample from its first token on."""
+    """Split a row into samples; a sample with a shared prompt includes it."""
     parts = list(x_BHTD.split(lengths, dim=2))
     for i, shared in enumerate(shared_lengths):
         own = i + len(shared_lengths)
@@ -153,7 +153,7 @@ def _by_query(
     window: int | None,
     options: dict[str, Any],
 ) -> torch.Tensor:
-    """Attention of this rank's queries to the keys and values of all."""
+    """Attention of this rank's queries to the keys and values of all ranks."""
     query, key, value = tensors[0], *(context.gathered(x, dim=2) for x in tensors[1:])
     ends = list(accumulate(lengths))
     found, done = [], 0
@@ -167,22 +167,22 @@ def _by_query(
 
 
 def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Concatenate parts (B, H, T, D) along T as (B, T, H, D), the layout of kernels: a single part is not copied."""
+    """Concatenate parts (B, H, T, D) along T as (B, T, H, D), the layout of kernels; a single part is not copied."""
     turned = [part.transpose(1, 2) for part in parts]
     return (torch.cat(turned, dim=1) if len(turned) > 1 else turned[0]).contiguous()
 
 
-_QUERIES = 1024  # at a time where earlier keys are there, too
+_QUERIES = 1024  # per chunk, where earlier keys exist
 
 
 def _banded(tensors: Sequence[torch.Tensor], window: int | None, options: dict[str, Any]) -> torch.Tensor:
-    """Causal attention of one sample's last queries, a window after the other where it is longer than that."""
+    """Causal attention of one sample's last queries, in chunks if the sample is longer than the window."""
     query, key, value = tensors
     num_queries, num_keys, grouped = query.shape[2], key.shape[2], query.shape[1] != key.shape[1]
     before, is_plain = num_keys - num_queries, "sinks" in options
     if not before and not is_plain and (window is None or num_keys <= window):
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped, **options)
-    if grouped:  # beside a mask fast kernels take no groups
+    if grouped:  # with a mask, fast kernels do not support grouped heads
         key, value = (repeat_kv(x, query.shape[1] // x.shape[1]) for x in (key, value))
     positions, reach = torch.arange(num_keys, device=query.device), window or num_keys
     found, size = [], min(reach, _QUERIES) if before or is_plain else reach
@@ -218,7 +218,7 @@ def _plain(
 
 @functools.cache
 def _has_varlen() -> bool:
-    """Whether this torch has :func:`_varlen`'s kernel with grouped heads and windows, and this GPU, from Ampere on."""
+    """Whether torch has :func:`_varlen`'s kernel with grouped heads and windows, and the GPU is Ampere or newer."""
     from torch.nn.attention.varlen import varlen_attn
 
     return "enable_gqa" in inspect.signature(varlen_attn).parameters and torch.cuda.get_device_capability()[0] >= 8
@@ -227,7 +227,7 @@ def _has_varlen() -> bool:
 def _varlen(
     tensors: Sequence[torch.Tensor], window: int | None, scaling: float | None, lengths: dict[str, Any]
 ) -> torch.Tensor:
-    """All samples of a row in one kernel of FlashAttention, which is part of torch: the last query meets all keys."""
+    """All samples of a row in one call of torch's FlashAttention kernel; each last query attends to all its keys."""
     from torch.nn.attention.varlen import varlen_attn
 
     query, key, value = (x[0].transpose(0, 1) for x in tensors)

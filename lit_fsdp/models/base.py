@@ -1,4 +1,4 @@
-"""The frozen base of adapters, which their checkpoints do not hold but name: its location, its revision and a hash."""
+"""The frozen base of adapters. Checkpoints do not store it; they record its location, revision and hash."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from lit_fsdp.models.resolve import resolve_model
 from lit_fsdp.models.weights import ModelSource, files_key, open_weights, stored_tensors
 
 _QUANTIZED = ("quantize", "double_quantization")
-_DRAWN_FROM = ("tokenizer", "add_tokens", "miniature")  # what the shapes of a random initialization follow from
+_DRAWN_FROM = ("tokenizer", "add_tokens", "miniature")  # these determine the shapes of a random initialization
 
 
 def describe_base(source: ModelSource, config: ModelConfig, seed: int) -> dict[str, Any]:
-    """Where a base is, which one it is and how it was quantized, as plain JSON, for the manifest of a checkpoint.
+    """Describe location, identity and quantization of a base as plain JSON for the manifest of a checkpoint.
 
-    ``xxh3`` is one hash of all bytes of its safetensors files, wherever they lie; random initialization has ``seed``.
+    ``xxh3`` is a hash of all bytes of its safetensors files, independent of their folder; random init has ``seed``.
     """
     name, folder = config.name, source.weights_folder
     if isinstance(name, str) and Path(name).expanduser().exists():
@@ -44,15 +44,15 @@ def describe_base(source: ModelSource, config: ModelConfig, seed: int) -> dict[s
 
 def check_base(saved: Mapping[str, Any], here: Mapping[str, Any], field: str, checkpoint: Path) -> None:
     """Raise ConfigError unless ``here`` is the base that the adapters of a checkpoint, or a folder, were trained on."""
-    given = f"{_words(here)}, which is another base than that of the adapters in {checkpoint}"
+    given = f"{_words(here)}, which is not the base of the adapters in {checkpoint}"
     same = saved == here or saved.get("xxh3", "") == here.get("xxh3")
-    require(same, field, given, _words(saved), "name that model: adapters mean nothing beside another one")
+    require(same, field, given, _words(saved), "name that model: adapters are valid only for their own base")
 
 
 def weights_hash(folder: Path) -> str:
-    """XXH3-128 of the weights in a model folder, in hex, made once and remembered until a file's size or time changes.
+    """XXH3-128 of the weights in a model folder, in hex, cached until a file's size or modification time changes.
 
-    Reading them all costs what loading costs, and loading reads them from memory then.
+    Hashing reads all files once, as loading does; loading then reads them from the page cache.
     """
     files = sorted({stored.file.resolve() for stored in stored_tensors(folder).values()})
     kind: Any = xxhash.xxh3_128
@@ -65,13 +65,13 @@ def weights_hash(folder: Path) -> str:
         (place / "xxh3").write_text(xxhash.xxh3_128_hexdigest(" ".join(sorted(hashes)).encode()), encoding="ascii")
 
     place = cache_root() / "models" / f"xxh3-{files_key(files)}"
-    return (make_once(place, make, f"hashing {folder}, which checkpoints name") / "xxh3").read_text(encoding="ascii")
+    return (make_once(place, make, f"hashing {folder} for checkpoints") / "xxh3").read_text(encoding="ascii")
 
 
 class BaseWeights:
-    """The tensors of a base by the names of plain transformers, as its adapters were trained on them, one at a time.
+    """Reads the tensors of a base one at a time by their transformers names, with the values adapters were trained on.
 
-    ``saved`` is what :func:`describe_base` said of it.
+    ``saved`` is the result of :func:`describe_base`.
     """
 
     def __init__(self, source: ModelSource, saved: Mapping[str, Any], trust_remote_code: bool) -> None:
@@ -82,24 +82,24 @@ class BaseWeights:
         self._quantized = packed if saved.get("quantize") else set()
         self._double = bool(saved.get("double_quantization"))
         self.specs: dict[str, tuple[str, tuple[int, ...]]] = {}
-        """Dtype (``float32``) in its files, and shape."""
+        """Dtype (``float32``) in the files, and shape."""
         for name, tensor in model.state_dict().items():
             dtype = self._weights.read_named(name, slice(0, 0) if tensor.ndim else None).dtype
             self.specs[name] = str(dtype).removeprefix("torch."), tuple(tensor.shape)
 
     @property
     def experts_apart(self) -> dict[str, list[str]]:
-        """As of :class:`lit_fsdp.models.weights.Weights`."""
+        """See :class:`lit_fsdp.models.weights.Weights`."""
         return self._weights.experts_apart
 
     def read(self, name: str) -> torch.Tensor:
-        """One tensor on the CPU, in memory of its own."""
+        """Read one tensor on the CPU, in memory of its own."""
         stored = self._weights.read_named(name)
         return rounded(stored, self._double) if name in self._quantized else stored
 
 
 def base_of_folder(adapter: Path) -> dict[str, Any]:
-    """What the folder of an adapter says of its base: as :func:`describe_base`; of one of others the name alone."""
+    """Read the base of an adapter folder, as :func:`describe_base`; only ``name`` if other software wrote it."""
     weights, said = adapter / "adapter_model.safetensors", None
     if weights.is_file():
         with safe_open(weights, "pt") as file:
@@ -111,9 +111,9 @@ def base_of_folder(adapter: Path) -> dict[str, Any]:
 def find_base(
     saved: Mapping[str, Any], adapters: Path, name: str | None = None, trust_remote_code: bool = False
 ) -> ModelSource:
-    """The base of adapters from its source, or ``name`` in its place, at the revision that was trained from.
+    """Resolve the base of adapters, or ``name`` instead, at the revision used in training.
 
-    ``saved`` is what :func:`describe_base` said; of adapters of others only ``name``, and nothing is compared.
+    ``saved`` is the result of :func:`describe_base`. If it has only ``name``, nothing is compared.
     """
     fields = (*_DRAWN_FROM, "config_overrides")
     options: dict[str, Any] = {field: saved[field] for field in fields if saved.get(field)}
@@ -125,7 +125,7 @@ def find_base(
         config = ModelConfig(name=where, trust_remote_code=trust_remote_code, **options)
         source = resolve_model(config)
     except ConfigError as error:
-        fix = "say with --base where it is now; for code of its own export has --trust_remote_code"
+        fix = "name its current location with --base; if the model has its own code, export with --trust_remote_code"
         raise ConfigError("--base", error.given, f"{_words(saved)}, the base of {adapters}", fix) from error
     if len(saved) > 1:
         check_base(saved, describe_base(source, config, seed), "--base", adapters)
@@ -135,7 +135,7 @@ def find_base(
 def open_base(
     saved: Mapping[str, Any], adapters: Path, name: str | None = None, trust_remote_code: bool = False
 ) -> BaseWeights:
-    """The tensors of what :func:`find_base` finds."""
+    """Open the tensors of the base that :func:`find_base` finds."""
     return BaseWeights(find_base(saved, adapters, name, trust_remote_code), saved, trust_remote_code)
 
 

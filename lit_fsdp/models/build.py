@@ -1,4 +1,4 @@
-"""The model that a recipe trains: built on meta, with adapters where it asks for them, and frozen as it says."""
+"""Build the model that a recipe trains on meta, with its adapters and frozen parameters."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _FLASH_PACKAGES = {
 def build_on_meta(
     hf_config: PretrainedConfig, attn_implementation: str | None = None, trust_remote_code: bool = False
 ) -> PreTrainedModel:
-    """The causal LM of ``hf_config`` in train mode with every parameter and buffer on the meta device.
+    """Build the causal LM of ``hf_config`` in train mode with every parameter and buffer on the meta device.
 
-    Floating-point parameters are declared fp32 whatever the config says: the dtype at rest is the precision mode's
-    business. Tied parameters are one object. The key-value cache is switched off.
+    Floating-point parameters are fp32 whatever the config says: the precision mode decides the storage dtype. Tied
+    parameters are one object. The key-value cache is switched off.
     """
     config = copy.deepcopy(hf_config)
     config.use_cache = False
@@ -49,10 +49,10 @@ def build_on_meta(
         raise ConfigError(
             f"model.{field}",
             f"a model of type {kind} ({' '.join(str(error).split())[:300]})",
-            "a decoder-only language model that AutoModelForCausalLM can build, with an attention that it has",
+            "a decoder-only language model that AutoModelForCausalLM can build, with an attention that it supports",
             "name another model, or leave attn_implementation out",
         ) from error
-    model.to("meta")  # what __init__ makes on the CPU all the same; a file or _init_weights has its values
+    model.to("meta")  # some tensors of __init__ ignore the device; files or _init_weights provide their values
     model.tie_weights()
     if attn_implementation is None:
         by_sample(model, True)
@@ -60,32 +60,32 @@ def build_on_meta(
 
 
 def num_parameters(model: nn.Module) -> int:
-    """Parameters of ``model``, a tied one once."""
+    """Number of parameters of ``model``; a tied parameter counts once."""
     return sum(p.numel() for p in model.parameters())
 
 
 def check_attention(attn_implementation: str | None, device_type: str) -> None:
-    """Refuse an attention backend that has no backward pass on a CPU, as FlexAttention in torch 2.13, or is not there.
+    """Refuse an attention backend that is not installed or has no CPU backward pass (FlexAttention in torch 2.13).
 
-    For a missing package of FlashAttention transformers would run a kernel from the hub, which no recipe has allowed.
+    If the FlashAttention package is missing, transformers would run a kernel from the hub, which no recipe allows.
     """
     if device_type == "cpu" and attn_implementation in GPU_ATTENTION:
         raise gpu_attention_on_cpu(attn_implementation)
     if attn_implementation in _FLASH_PACKAGES:
         package, how = _FLASH_PACKAGES[attn_implementation]
-        field, otherwise = "model.attn_implementation", "leave attn_implementation out, which takes sdpa"
+        field, otherwise = "model.attn_implementation", "leave attn_implementation out to use sdpa"
         found, given = importlib.util.find_spec(package), f"{attn_implementation} without the package {package}"
-        require(found, field, given, "sdpa | eager | flex_attention without it", f"{how}, or {otherwise}")
+        require(found, field, given, "sdpa | eager | flex_attention, which need no package", f"{how}, or {otherwise}")
         major, minor = torch.cuda.get_device_capability()
         given = f"{attn_implementation} on a GPU of compute capability {major}.{minor}"
         require(major >= _FLASH_MAJOR, field, given, "8.0 (Ampere) or newer", otherwise)
 
 
 def attention_words(chosen: str, named: str | None, computes_in: str) -> str:
-    """What attends on this GPU, and why; of torch's own kernels each call takes the first that can have its mask."""
+    """Describe the attention backend on this GPU, and why; torch uses the first kernel that supports the mask."""
     is_new = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= _FLASH_MAJOR
     has_flash = computes_in != "fp32" and is_new
-    without = "memory-efficient: flash takes bf16 or fp16, on Ampere or newer"
+    without = "memory-efficient: flash needs bf16 or fp16, on Ampere or newer"
     kernels = "flash without a mask, memory-efficient or cuDNN's with one" if has_flash else without
     of_torch = f" (torch's kernels: {kernels})" if chosen.startswith("sdpa") else ""
     return f"{chosen}{of_torch}, {'as model.attn_implementation says' if named else 'the default of this model'}"
@@ -94,10 +94,10 @@ def attention_words(chosen: str, named: str | None, computes_in: str) -> str:
 def build_trainable(
     hf_config: PretrainedConfig, config: ModelConfig, base: str | None = None
 ) -> tuple[PreTrainedModel, dict[str, Any] | None]:
-    """The causal LM of ``hf_config`` on meta with the adapters and frozen parameters of the ``model`` section.
+    """Build the causal LM of ``hf_config`` on meta with the adapters and frozen parameters of the ``model`` section.
 
-    With ``add_tokens`` beside adapters embedding and head are trained whole, as with peft's ``modules_to_save``, but in
-    place. With the model comes the content of ``adapter_config.json``, which names ``base``.
+    With ``add_tokens`` and adapters, embedding and head are fully trained, as with peft's ``modules_to_save``, but in
+    place. Also returns the content of ``adapter_config.json``, which names ``base``.
     """
     model = build_on_meta(hf_config, config.attn_implementation, config.trust_remote_code)
     vocabulary = vocabulary_modules(model) if config.add_tokens else {}
@@ -105,18 +105,18 @@ def build_trainable(
     if config.lora is not None:
         adapter_config = apply_lora(model, config.lora, base)
         inside = {module: name for name, module in model.named_modules()}
-        for name, module in vocabulary.items():  # an adapter's two factors give no single row a value of its own
-            given = f"{name.rpartition('.')[2]} beside add_tokens, which trains it whole"
+        for name, module in vocabulary.items():  # low-rank factors cannot set a single row independently
+            given = f"{name.rpartition('.')[2]} with add_tokens, which fully trains it"
             fits, allowed = not inside[module].endswith(".base_layer"), "layers other than embedding and head"
             require(fits, "model.lora.target_modules", given, allowed, "leave it out")
-            if inside[module] == name:  # else modules_to_save has made a trained copy
+            if inside[module] == name:  # else modules_to_save made a trained copy
                 module.requires_grad_(True)
     prepare_experts(model)
     apply_single_functions(model)
     freeze_parameters(model, config.freeze or [])
     frozen = [name for name in vocabulary_tensors(model) if not model.get_parameter(name).requires_grad]
     if config.add_tokens and frozen:
-        _log.warning("model.add_tokens: not trained, so new tokens keep the values they start from: %s", frozen)
+        _log.warning("model.add_tokens: not trained, so new tokens keep their initial values: %s", frozen)
     return model, adapter_config
 
 
@@ -127,15 +127,15 @@ def vocabulary_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
 
 
 def vocabulary_tensors(model: PreTrainedModel) -> list[str]:
-    """Names of the parameters that have one row per token: of the embedding and of the head, its bias too."""
+    """Names of the parameters with one row per token: those of the embedding and the head, including its bias."""
     modules = vocabulary_modules(model).items()
     return [f"{name}.{own}" for name, module in modules for own, _ in module.named_parameters(recurse=False)]
 
 
 def kept_with_adapters(model: PreTrainedModel, config: ModelConfig, has_new_rows: bool) -> list[str]:
-    """Names of parameters of the base that an exported adapter needs: of the embedding and the head with added tokens.
+    """Names of base parameters that an exported adapter must include: embedding and head if tokens were added.
 
-    Those that are trained, and with new rows all of them: nobody else's copy of the base has these rows.
+    These are the trained ones, or with new rows all of them, because other copies of the base lack these rows.
     """
     if config.lora is None or not config.add_tokens:
         return []
@@ -143,14 +143,14 @@ def kept_with_adapters(model: PreTrainedModel, config: ModelConfig, has_new_rows
 
 
 def freeze_parameters(model: nn.Module, patterns: list[str]) -> None:
-    """Freeze parameters by patterns of their names (``*`` stands for anything; of tied ones any name), in place."""
+    """Freeze parameters by name patterns (``*`` matches anything; any name of a tied parameter matches), in place."""
     for pattern in patterns:
         groups = [group for group in tied_groups(model) if any(fnmatchcase(name, pattern) for name in group)]
         params = [param for name, param in model.named_parameters() if any(name in group for group in groups)]
         some = ", ".join(name for name, _ in list(model.named_parameters())[:3])
-        allowed = f"names of parameters, such as {some}; * stands for anything"
-        require(params, "model.freeze", f"{pattern!r}, which fits no parameter", allowed)
+        allowed = f"names of parameters, such as {some}; * matches anything"
+        require(params, "model.freeze", f"{pattern!r}, which matches no parameter", allowed)
         for param in params:
             param.requires_grad_(False)
     is_trained = any(param.requires_grad for param in model.parameters())
-    require(is_trained, "model.freeze", patterns, "patterns that leave something to train", "drop a pattern")
+    require(is_trained, "model.freeze", patterns, "patterns that leave trainable parameters", "drop a pattern")

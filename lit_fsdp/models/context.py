@@ -1,11 +1,11 @@
 """Context parallel: the ranks of a group get the same rows, and each holds a part of the positions of all activations.
 
-The samples of a batch are laid out one after another in one row, as packs are, and that row is cut. Attention alone
-mixes positions. ``ulysses`` exchanges heads for positions, attends to the whole row with a part of the heads and
-exchanges back; ``all_gather`` brings all keys and values to each rank's queries, which are one part from the front of
-the row and one from its end, so that the causal mask leaves as much to do everywhere.
+The samples of a batch are joined in one row, like packs, and the row is split. Only attention mixes positions.
+``ulysses`` exchanges positions for heads, attends to the whole row with a part of the heads and exchanges back;
+``all_gather`` gathers all keys and values for each rank's queries, which are one part from the front of the row and
+one from its end, so that the causal mask leaves every rank the same work.
 
-Shapes: n ranks of a group, N tokens of the row, H heads of queries, K of keys and values, D size of a head.
+Shapes: n ranks of a group, N tokens of the row, H query heads, K key and value heads, D head size.
 
 Sources: arXiv:2309.14509 (Ulysses); arXiv:2407.21783, 3.3.2 (gathered keys and values).
 """
@@ -21,20 +21,20 @@ from torch import nn
 from torch.distributed import _functional_collectives as collectives
 
 _BY_ATTENTION = {"full_attention", "sliding_attention"}  # of a configuration's layer_types
-# torch < 2.15 has the second name only: delete when that is the minimum
+# torch < 2.15 has only the second name: delete when 2.15 is the minimum
 _all_gather = getattr(collectives, "all_gather_single_autograd", None) or collectives.all_gather_tensor_autograd
 
 
 class ContextGroup:
-    """The ranks that compute the positions of the same rows, and how their attention meets.
+    """The ranks that compute positions of the same rows, and the collectives of their attention.
 
-    Not a dataclass: Lightning copies those, with the group, where it moves a batch.
+    Not a dataclass, because Lightning copies those, including the process group, when it moves a batch.
 
     Attributes:
         group: Their process group.
         method: ``ulysses`` or ``all_gather``.
-        degree: Their number.
-        rank: This rank's place among them.
+        degree: Number of ranks.
+        rank: This rank's index in the group.
     """
 
     def __init__(self, group: dist.ProcessGroup, method: str) -> None:
@@ -43,11 +43,11 @@ class ContextGroup:
 
     @property
     def unit(self) -> int:
-        """What the tokens of a row have to be a multiple of."""
+        """The number of tokens of a row must be a multiple of this."""
         return self.degree * (1 if self.method == "ulysses" else 2)
 
     def parts(self, num_tokens: int) -> list[list[tuple[int, int]]]:
-        """The positions of each rank, as ranges that ascend; ``num_tokens`` is a multiple of :attr:`unit`."""
+        """The positions of each rank, as ascending ranges; ``num_tokens`` is a multiple of :attr:`unit`."""
         n = self.degree
         if self.method == "ulysses":
             size = num_tokens // n
@@ -56,7 +56,7 @@ class ContextGroup:
         return [[(i * size, (i + 1) * size) for i in (rank, 2 * n - 1 - rank)] for rank in range(n)]
 
     def gathered(self, x: torch.Tensor, dim: int) -> torch.Tensor:
-        """What all ranks hold of a row along ``dim``, in the order of its positions; it has a graph."""
+        """Gather the parts of a row from all ranks along ``dim``, in the order of positions; differentiable."""
         found = _all_gather(x.contiguous(), dim, self.group)
         parts = self.parts(found.shape[dim])
         pieces = found.split([end - start for part in parts for start, end in part], dim=dim)
@@ -64,7 +64,7 @@ class ContextGroup:
         return torch.cat([pieces[i] for i in sorted(range(len(starts)), key=starts.__getitem__)], dim=dim)
 
     def to_heads(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """All positions of a part of the heads, (1, H / n, N, D), of a part of the positions, (1, H, N / n, D)."""
+        """Exchange a part of the positions, (1, H, N / n, D), for a part of the heads, (1, H / n, N, D)."""
         heads = tensors[0].shape[1]
         found = []
         for x in tensors:
@@ -73,7 +73,7 @@ class ContextGroup:
         return found
 
     def to_positions(self, out_1NHD: torch.Tensor) -> torch.Tensor:
-        """The way back: a part of the positions of all heads, (1, N / n, H, D)."""
+        """Exchange back to a part of the positions with all heads, (1, N / n, H, D)."""
         return self._exchanged(out_1NHD, split=1, join=2)
 
     def _exchanged(self, x: torch.Tensor, split: int, join: int) -> torch.Tensor:
@@ -83,7 +83,7 @@ class ContextGroup:
         return torch.cat(collectives.wait_tensor(found).unbind(), dim=join)
 
     def summed(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum over the ranks of the group; each differentiates its own term, as all compute the same loss."""
+        """Sum over the ranks of the group; each rank differentiates its own term, as all compute the same loss."""
         return _Summed.apply(x, self.group)
 
 
@@ -100,7 +100,7 @@ class _Summed(torch.autograd.Function):
 
 
 def mixes_by_attention(model: nn.Module) -> bool:
-    """Whether attention alone mixes positions, as far as the configuration and the layers tell."""
+    """Whether only attention mixes positions, according to the configuration and the layers."""
     config: Any = model.config
     is_stateful = getattr(model, "_is_stateful", False) or any(isinstance(m, nn.Conv1d) for m in model.modules())
     kinds = set(config.get_text_config().to_dict().get("layer_types") or ())

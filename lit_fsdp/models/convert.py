@@ -1,4 +1,4 @@
-"""Model files that cannot be read shard by shard, rewritten once as a safetensors folder in the cache."""
+"""Convert model files that cannot be read shard by shard to a safetensors folder in the cache, once."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ GgufConfig: Any = getattr(transformers, "GgufConfig", None)  # without one, tran
 
 
 def convert(source: Path, trust_remote_code: bool) -> Path:
-    """The same model as a GGUF file or a folder holds, as a safetensors folder in fp32, which holds every value.
+    """Convert a GGUF file or model folder to a safetensors folder in fp32, which represents every value exactly.
 
     For GGUF files, folders with ``.bin`` files only, and names or shapes that only ``from_pretrained`` can translate.
-    Needs memory for one whole model, in one process, once. Of a GGUF file tokenizer and chat template come along.
+    One process needs memory for the whole model, once. For a GGUF file, tokenizer and chat template are saved too.
     """
     name = source
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "local_files_only": True}
     files = sorted(file for ending in ("bin", "safetensors", "json") for file in source.glob(f"*.{ending}"))
     if source.is_file():
         name, files, options = source.parent, [source], {"gguf_file": source.name}
-        if GgufConfig is not None:  # else weights of qwen3.5 and lfm2 stay in blocks, which nothing can train
+        if GgufConfig is not None:  # else weights of qwen3.5 and lfm2 stay quantized and cannot be trained
             options["quantization_config"] = GgufConfig(dequantize=True)
     else:
-        options["generation_config"] = GenerationConfig()  # or transformers would judge that of the folder
+        options["generation_config"] = GenerationConfig()  # else transformers validates the folder's
     options |= {"ignore_mismatched_sizes": True, "output_loading_info": True}  # refused below
 
     def make(folder: Path) -> None:
@@ -59,7 +59,7 @@ def convert(source: Path, trust_remote_code: bool) -> Path:
 def _save_folder(model: PreTrainedModel, folder: Path, generation: dict[str, Any] | None) -> None:
     """Write config, generation config and weights under the module's own names, each tied tensor once.
 
-    Not ``save_pretrained``: it refuses models that were dequantized, and writes older names back.
+    Not ``save_pretrained``: it refuses dequantized models and restores older names.
     """
     config = json.loads(model.config.to_json_string())
     for key in ("quantization_config", "_name_or_path", "_model_name_or_path"):
@@ -70,7 +70,7 @@ def _save_folder(model: PreTrainedModel, folder: Path, generation: dict[str, Any
         (folder / GENERATION).write_bytes(json_bytes(generation))
     held = model.state_dict()
     state = {names[0]: held[names[0]].contiguous() for names in tied_groups(model)}
-    for name, tensor in state.items():  # fused tensors that transformers has split are views
+    for name, tensor in state.items():  # fused tensors that transformers split are views
         state[name] = tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
     try:
         save_torch_state_dict(state, folder)

@@ -1,7 +1,7 @@
-"""Expert parallel: the ranks of a group divide a layer's experts, and tokens travel to their experts and back.
+"""Expert parallel: the ranks of a group divide a layer's experts, and exchange tokens by all-to-all.
 
-A rank sends the hidden state of a token once for each expert that the router chose, applies its own experts to what it
-receives, and sends the results back, where they are weighted and summed in the order of one rank.
+A rank sends the hidden state of a token once for each expert that the router chose, applies its own experts to the
+tokens it receives, and sends the results back. The sender weights and sums them in the same order as a single rank.
 
 Shapes: N tokens of a rank, K experts of each, S = N * K choices that it sends, T choices that it receives, E experts,
 n ranks.
@@ -24,44 +24,44 @@ class ExpertGroup:
 
     Attributes:
         group: Their process group.
-        degree: Their number, n.
+        degree: Number of ranks, n.
         held: The experts of each rank.
-        own: Those of this rank, in the order of its parameters.
+        own: The experts of this rank, in the order of its parameters.
     """
 
     def __init__(self, group: dist.ProcessGroup, held: Sequence[Sequence[int]]) -> None:
         self.group, self.held = group, [list(experts) for experts in held]
         self.degree, self.own = len(held), self.held[dist.get_rank(group)]
         by_rank = torch.tensor([expert for experts in held for expert in experts])
-        self._places_E = by_rank.argsort()  # of each expert, if they are ordered by rank
+        self._places_E = by_rank.argsort()  # index of each expert when ordered by rank
 
     def places(self, device: torch.device) -> torch.Tensor:
-        """The place of each expert (E) in their order by rank, on a device."""
+        """The index of each expert (E) when ordered by rank, on a device."""
         if self._places_E.device != device:
             self._places_E = self._places_E.to(device)
         return self._places_E
 
     def exchanged(self, counts_E: torch.Tensor, num_choices: int) -> tuple[torch.Tensor, list[int], list[int]]:
-        """Tell the ranks how many of all ``num_choices`` come for each of their experts.
+        """Exchange how many of all ``num_choices`` each rank sends to each expert.
 
         Returns:
-            Choices that come here by rank and own expert, flat, and the numbers sent to and received from each rank.
+            Choices received by rank and own expert, flat, and the numbers sent to and received from each rank.
         """
         sizes, own = [len(experts) for experts in self.held], len(self.own)
         counts_nE = counts_E.new_empty(self.degree * own)
         dist.all_to_all_single(counts_nE, counts_E, [own] * self.degree, sizes, group=self.group)
         sums = [part.sum() for part in counts_E.split(sizes)]
         numbers = torch.cat([torch.stack(sums), counts_nE.view(self.degree, own).sum(1)])
-        found = numbers.tolist()  # a forward pass waits here for the device
+        found = numbers.tolist()  # synchronizes with the device in every forward pass
         return counts_nE, found[: self.degree], found[self.degree :]
 
 
 class Dispatch:
-    """The way of the choices of one forward pass to their experts, and back.
+    """Sends the choices of one forward pass to their experts, and back.
 
     Attributes:
         order_S: The choices, of (N, K) flattened, in the order in which they are sent.
-        expert_T: The own expert, by its number here, of each choice that :meth:`there` gives; ascending.
+        expert_T: Local index of the expert of each choice that :meth:`there` returns; ascending.
     """
 
     def __init__(self, group: ExpertGroup, top_k_index_NK: torch.Tensor) -> None:
@@ -79,10 +79,10 @@ class Dispatch:
         self.expert_T = own_T[self._order_T]
 
     def there(self, x_SI: torch.Tensor) -> torch.Tensor:
-        """What the own experts are to be applied to, (T, I); ``x_SI`` is in the order of :attr:`order_S`.
+        """Send ``x_SI``, in the order of :attr:`order_S`; returns the inputs of the own experts, (T, I).
 
-        The engine averages gradients of experts over the ranks that hold the same ones, a ``degree``-th part of all
-        ranks whose tokens they have seen. From here to :meth:`back` gradients are divided by ``degree``.
+        The engine averages gradients of experts over the ranks that hold the same experts, which are one ``degree``-th
+        of the ranks that sent them tokens. From here to :meth:`back` gradients are therefore divided by ``degree``.
         """
         # not by FSDP2's set_gradient_divide_factor: gloo needs it with forced sums, and torch 2.11 to 2.15 then divides
         # twice on a mesh of one rank (findings/fsdp2-divides-twice-on-one-shard.sh)
@@ -90,7 +90,7 @@ class Dispatch:
         return scaled_gradient(x_TI, self._group.degree)
 
     def back(self, out_TO: torch.Tensor) -> torch.Tensor:
-        """The results of the own choices, (S, O), in the order of :attr:`order_S`."""
+        """Send the experts' outputs back; returns those of this rank's choices, (S, O), in :attr:`order_S`."""
         out_TO = scaled_gradient(out_TO, 1 / self._group.degree)
         return self._exchange(out_TO[inverse(self._order_T)], self._sent, self._received)
 
@@ -100,12 +100,12 @@ class Dispatch:
 
 
 def inverse(order_S: torch.Tensor) -> torch.Tensor:
-    """The permutation that undoes another one."""
+    """The inverse of a permutation."""
     return torch.empty_like(order_S).scatter_(0, order_S, torch.arange(len(order_S), device=order_S.device))
 
 
 def scaled_gradient(x: torch.Tensor, factor: float) -> torch.Tensor:
-    """The same, with gradients multiplied by ``factor``."""
+    """Return ``x`` unchanged, with its gradient multiplied by ``factor``."""
     return _ScaledGradient.apply(x, factor)
 
 

@@ -2,8 +2,8 @@
 
 In every forward pass peft adds ``B @ A`` to the weights of all experts, and autograd saves the sums. Here the low-rank
 factors are applied to each expert's tokens by grouped matrix products, as transformers applies the weights; experts
-with a forward pass of their own get peft's sums. Grouped products also follow autocast, which transformers 5.24 ignores
-(it computes in the dtype of the weights). Modules, and with them names, units, merges and saves, stay as they are.
+with their own forward pass use peft's sums. Grouped products also follow autocast, which transformers 5.24 ignores
+(it computes in the dtype of the weights). Modules, names, units, merges and saves do not change.
 
 Shapes: N tokens, K experts of each, S = N * K tokens sorted by expert, E experts, I inputs, O outputs, R the rank.
 """
@@ -22,7 +22,7 @@ from transformers.integrations import moe
 from lit_fsdp.models.expert_parallel import Dispatch, ExpertGroup, inverse, scaled_gradient
 from lit_fsdp.models.quantize import PackedExperts
 
-_ALIGNED = 8  # numbers of bf16 in 16 bytes, of which a row of a grouped product is a multiple
+_ALIGNED = 8  # bf16 values in 16 bytes; rows of a grouped product must be a multiple of 16 bytes
 
 
 def fused_experts(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -37,16 +37,16 @@ def fused_experts(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def grouped_experts(model: nn.Module) -> dict[str, Any]:
-    """Experts by name that take hidden states, indices and weights, the common interface of transformers 5."""
+    """Experts modules by name with the common interface of transformers 5: hidden states, indices, weights."""
     return {name: module for name, module in model.named_modules() if hasattr(module, "is_transposed")}
 
 
 def prepare_experts(model: nn.Module) -> None:
-    """Replace the forward pass of grouped experts, and of peft's wrappers around any, as described above; in place."""
+    """Replace the forward pass of grouped experts and of peft's wrappers around experts, in place."""
     for module in model.modules():
         is_packed = any(isinstance(child, PackedExperts) for child in module.children())
         if is_packed or hasattr(module, "is_transposed") or type(module).__name__ == "ParamWrapper":
-            module.forward = functools.partial(_forward, module)  # which copies and pickles take along
+            module.forward = functools.partial(_forward, module)  # unlike a closure, it survives copies and pickles
 
 
 def _forward(
@@ -54,7 +54,7 @@ def _forward(
 ) -> Any:
     """The forward pass of the outermost wrapper (peft nests one per parameter) or of the experts themselves.
 
-    Experts that ranks divide are an FSDP unit, which is called with the ``adapters`` around it.
+    With expert parallel the experts are an FSDP unit, which gets the surrounding ``adapters`` as an argument.
     """
     wrappers, base = {}, outer
     while hasattr(base, "lora_A"):
@@ -70,9 +70,9 @@ def _forward(
     implementation = getattr(getattr(base, "config", None), "_experts_implementation", None)
     kind = hidden_states.device.type
     is_autocast = kind != "meta" and torch.is_autocast_enabled(kind)
-    # without gradients the sums are cheap, and logits equal peft's bit for bit
+    # without gradients the sums are cheap, and logits are bit-equal to peft's
     is_ours = (torch.is_grad_enabled() or is_autocast) and implementation == "grouped_mm"
-    # torch 2.15: compiled code gives grouped products factors in a layout that they refuse
+    # torch 2.15: compiled code passes factors in a layout that grouped products refuse
     is_ours = is_ours and not (adapters and torch.compiler.is_compiling())
     if is_divided or (is_ours and hasattr(base, "is_transposed")):
         dtype = torch.get_autocast_dtype(kind) if is_autocast else hidden_states.dtype
@@ -85,7 +85,7 @@ def _forward(
         factors = [f.to(weight.dtype) for f in ((first.mT, second.mT) if is_transposed else (second, first))]
         whole = torch.baddbmm(weight if weight.ndim == 3 else weight[None], *factors, alpha=scale)
         weights[name] = whole.view_as(weight)
-    before = {name: base.__dict__[name] for name in weights if name in base.__dict__}  # where fsdp1 puts them
+    before = {name: base.__dict__[name] for name in weights if name in base.__dict__}  # fsdp1 stores them here
     base.__dict__.update(weights)  # shadows the parameters, which stay registered
     try:
         return type(base).forward(base, hidden_states, *args, **kwargs)
@@ -104,7 +104,7 @@ def _factors(wrapper: Any) -> tuple[torch.Tensor, torch.Tensor, float]:
 
 
 class _Unpacked(torch.autograd.Function):
-    """A grouped product with 4-bit experts, which are dequantized again for the gradient of the input."""
+    """A grouped product with 4-bit experts, which backward dequantizes again for the gradient of the input."""
 
     @staticmethod
     def forward(
@@ -149,7 +149,7 @@ def _by_expert(
 def _own_factors(
     group: ExpertGroup, first_ERI: torch.Tensor, second_EOR: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """Those of this rank's experts; unlike these, all ranks hold adapters, over which the engine averages."""
+    """Factors of this rank's experts; all ranks hold all adapters, so the engine averages over all of them."""
     first, second = (scaled_gradient(factor[group.own], group.degree) for factor in (first_ERI, second_EOR))
     return first, second, scale
 
@@ -162,7 +162,7 @@ def _products(
     expert_S: torch.Tensor,
     num_experts: int,
 ) -> torch.Tensor:
-    """Apply to each row its expert, (S, I) to (S, O); ``expert_S`` ascends, and counts those that are there."""
+    """Apply its expert to each row, (S, I) to (S, O); ``expert_S`` ascends and indexes the local experts."""
     ends_E = torch.searchsorted(expert_S, torch.arange(num_experts, device=expert_S.device), right=True).int()
 
     def product(x_SI: torch.Tensor, name: str) -> torch.Tensor:

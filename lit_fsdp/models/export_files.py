@@ -1,4 +1,4 @@
-"""What a checkpoint keeps of a model beside its tensors, so that it can be exported without anything else."""
+"""Files of a model that a checkpoint keeps besides tensors, so that it can be exported on its own."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from lit_fsdp.models.tokenizers import end_of_turn_id, pad_id
 from lit_fsdp.models.weights import ModelSource
 
 GENERATION = "generation_config.json"
-"""What a model generates with."""
-_KEPT = "leave out what cannot be written to a file, as every checkpoint keeps it"
+"""File name of the generation config."""
+_KEPT = "leave out values that cannot be written to a file: every checkpoint saves them"
 
 
 def model_files(
     source: ModelSource, tokenizer: PreTrainedTokenizerBase, model: nn.Module | None = None
 ) -> dict[str, bytes]:
-    """Config, generation config, tokenizer and chat template as a model folder has them, each under ``hf/``.
+    """Return config, generation config, tokenizer and chat template files of a model folder, each under ``hf/``.
 
-    The generation config is that of ``source`` as it stands, valid for transformers or not, else that of its config or
-    of the live ``model``, with the tokenizer's pad token if it named none, and the end of a turn of its template as an
-    end mark: a base model's own end of text is not what it has learned to answer with. ``config.json`` keeps its
-    ``pad_token_id``, which makes a row without gradient.
+    The generation config is copied from ``source``, valid for transformers or not, else taken from its config or the
+    live ``model``. If it has no pad token it gets the tokenizer's, and the template's end of a turn is added to its end
+    tokens, because a fine-tuned model ends its answers with that token. ``config.json`` keeps its ``pad_token_id``,
+    whose embedding row gets no gradient.
 
     Raises:
-        ConfigError: The config or the tokenizer cannot be saved, or the generation config is no JSON object.
+        ConfigError: The config or the tokenizer cannot be saved, or the generation config is not a JSON object.
     """
     generation = generation_values(source.weights_folder, getattr(model, "generation_config", None))
     with tempfile.TemporaryDirectory() as made:
@@ -56,16 +56,16 @@ def model_files(
 
 
 def generation_values(folder: Path | None, live: GenerationConfig | None) -> dict[str, Any] | None:
-    """What the model in a ``folder`` generates with, else a ``live`` one; None if it does not generate.
+    """Generation config of the model in ``folder``, else of the ``live`` model; None if it does not generate.
 
-    As data: transformers would neither read nor save all that is published.
+    Handled as plain JSON, because transformers cannot read or save all published files.
     """
     if folder is not None and (folder / GENERATION).is_file():
         return _json_object(folder / GENERATION)
     if live is None:
         return None
     stored = _json_object(folder / "config.json") if folder is not None else {}
-    # older models have sampling values there, which a config in memory drops
+    # older models have sampling values in config.json, which a loaded config drops
     own = {key: stored[key] for key in GenerationConfig().to_dict() if stored.get(key) is not None}
     with reading("its generation config", fix=_KEPT):
         return {**json.loads(live.to_json_string()), **own}
@@ -79,7 +79,7 @@ def _json_object(path: Path) -> dict[str, Any]:
 
 
 def _config_bytes(config: PretrainedConfig, folder: Path) -> bytes:
-    """``config.json``; code of its own goes into ``folder``. Not ``save_pretrained``, which judges what has trained."""
+    """``config.json``; custom code goes into ``folder``. Not ``save_pretrained``, whose validation may refuse it."""
     if config._auto_class is not None:
         custom_object_save(config, folder, config=config)  # type: ignore[arg-type]
     values = json.loads(config.to_json_string())
@@ -97,7 +97,7 @@ def model_entry(
 ) -> dict[str, Any]:
     """The ``model`` entry of a checkpoint's manifest: how the tensors map to the transformers model.
 
-    ``ties`` are names inside the LightningModule; ``kept_with_adapter`` belongs into the folder of exported adapters;
+    ``ties`` are names inside the LightningModule; ``kept_with_adapter`` lists tensors to export with the adapters;
     ``experts`` are :attr:`lit_fsdp.models.weights.Weights.experts_apart`.
     """
     return {

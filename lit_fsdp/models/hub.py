@@ -1,4 +1,4 @@
-"""Models and tokenizers from the Hugging Face hub, and exported ones to it; failures say what to do."""
+"""Download models and tokenizers from the Hugging Face hub, upload exported models; errors include a fix."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lit_fsdp.errors import ConfigError, require
 from lit_fsdp.redaction import redact
 
 TOKENIZER_FILES = ("tokenizer*", "vocab.*", "*.model", "*.tiktoken", "tekken.json")
-"""What files of a folder are a tokenizer, as patterns."""
+"""Patterns of tokenizer files in a folder."""
 _TOKENIZER = ("*.json", "*.jinja", "merges.txt", *TOKENIZER_FILES)
 _FILES = {"config": ("config.json",), "tokenizer": _TOKENIZER, "model": (*_TOKENIZER, "*.safetensors")}
 _OTHER_FORMATS = ["consolidated*", "original/*", "onnx/*", "*/*.safetensors"]
@@ -23,18 +23,18 @@ _UNREADABLE = (
     *(ImportError, OSError, ValueError, LookupError, TypeError, RuntimeError),
     *(errors.StrictDataclassError, pickle.UnpicklingError),
 )
-_NETWORK_ERROR: Any = errors.HfHubHTTPError.__bases__[0]  # of the library that huggingface_hub talks through
+_NETWORK_ERROR: Any = errors.HfHubHTTPError.__bases__[0]  # of the HTTP library that huggingface_hub uses
 
 
 def fetch(
     name: str, what: Literal["config", "tokenizer", "model"], trust_remote_code: bool, revision: str | None = None
 ) -> Path:
-    """The local folder of hub repository ``name`` with its config, its tokenizer, or all of the model.
+    """Download the config, the tokenizer or all of the model of hub repository ``name``; returns its local folder.
 
-    ``.bin`` files are fetched only where there are no others.
+    ``.bin`` files are downloaded only if the repository has no safetensors files.
 
     Raises:
-        ConfigError: The name is unknown, not granted, or cannot be reached.
+        ConfigError: The repository is unknown, access is denied, or it cannot be reached.
     """
     wanted = [*_FILES[what], *["*.py"] * trust_remote_code]
     try:
@@ -49,25 +49,25 @@ def fetch(
             f"{name}, which could not be fetched ({redact(' '.join(str(error).split()))[:300]})",
             "a folder, GGUF file or config .json that exists, or a repository that can be reached or is in the cache",
             "for a gated model accept its terms on the hub and run hf auth login; without a network here run"
-            f" lit-fsdp model prepare --name {name} where there is one, with the same HF_HOME",
+            f" lit-fsdp model prepare --name {name} on a machine with network and the same HF_HOME",
         ) from error
 
 
 def push(folder: Path, name: str, private: bool) -> str:
-    """Upload a folder to a repository of the hub, made if it is not there; returns its address.
+    """Upload a folder to a hub repository, created if necessary; returns its URL.
 
     Raises:
-        ConfigError: The hub refuses it or cannot be reached, the repository is public and ``private`` is asked, or it
-            holds files of another model, such as a chat template, that would be read with those of the folder.
+        ConfigError: The hub refuses it or cannot be reached, the repository is public despite ``private``, or it has
+            files of another model, such as a chat template, that would be read with those of the folder.
     """
-    api, fix = HfApi(), f"the folder stays; once that is mended run hf upload {name} {folder}"
+    api, fix = HfApi(), f"the folder stays; once that is fixed run hf upload {name} {folder}"
     try:
         made = api.create_repo(name, private=private or None, exist_ok=True)
-        is_public = private and not api.repo_info(made.repo_id).private  # what is there already keeps who may see it
-        given = f"{name} with --private, and it is public"
+        is_public = private and not api.repo_info(made.repo_id).private  # existing ones keep their visibility
+        given = f"{name} with --private, but it is public"
         require(not is_public, "--push-to-hub", given, "a private repository", fix)
         stale = [name for name in api.list_repo_files(made.repo_id) if _is_read(name) and not (folder / name).exists()]
-        given = f"{name} with {', '.join(stale[:5])}, which {folder} has not, and which would be read with its files"
+        given = f"{name} with {', '.join(stale[:5])}, which {folder} lacks and which would be read with its files"
         allowed, so = "a repository without them", f"hf repos delete-files {made.repo_id} {' '.join(stale)}; {fix}"
         require(not stale, "--push-to-hub", given, allowed, so)
         api.upload_folder(repo_id=made.repo_id, folder_path=folder, commit_message="Export by lit_fsdp")
@@ -79,7 +79,7 @@ def push(folder: Path, name: str, private: bool) -> str:
 
 
 def _is_read(name: str) -> bool:
-    """Whether a file of a repository is a part of a model for transformers or peft."""
+    """Whether transformers or peft reads a file of a repository as part of a model."""
     patterns = (*_TOKENIZER, "*.safetensors", "*.bin")
     return name.startswith("additional_chat_templates/") or (
         "/" not in name and any(fnmatchcase(name, pattern) for pattern in patterns)
@@ -88,14 +88,14 @@ def _is_read(name: str) -> bool:
 
 @contextmanager
 def reading(
-    source: Path | str, field: str = "model.name", fix: str = "check that the files are whole"
+    source: Path | str, field: str = "model.name", fix: str = "check that the files are complete"
 ) -> Iterator[None]:
-    """Inside, what transformers raises about a model or a part of one becomes a ConfigError that names the source."""
+    """Convert errors that transformers raises about a model or its files to a ConfigError that names the source."""
     try:
         yield
     except _UNREADABLE as error:
-        if isinstance(error, ImportError):  # transformers says what it misses in words, Python by name
+        if isinstance(error, ImportError):  # transformers describes the missing package, Python sets its name
             missing = "'lit-fsdp[gguf]'" if "gguf" in str(error).lower() else error.name
-            fix = f"pip install {missing}" if missing else "install the package that it names"
+            fix = f"pip install {missing}" if missing else "install the package named in the error"
         given = f"{source} ({type(error).__name__}: {' '.join(str(error).split())[:300]})"
-        raise ConfigError(field, given, "what transformers can read and save", fix) from error
+        raise ConfigError(field, given, "files that transformers can read and save", fix) from error

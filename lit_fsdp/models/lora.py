@@ -1,8 +1,8 @@
-"""Adapters of ``peft`` on a model that is still on meta, and the values they start from.
+"""Adapters of ``peft`` on a model that is still on meta, and their initial values.
 
-The layers are peft's own and are put into the model in place: it stays a transformers model, so units, loss and
-names are found as ever. Only names grow: ``q_proj.weight`` becomes ``q_proj.base_layer.weight`` beside
-``q_proj.lora_A.default.weight``. The base is read under its old names, shard by shard.
+The layers are peft's and are inserted in place: the model stays a transformers model, so units, loss and names are
+found as without adapters. Only parameter names change: ``q_proj.weight`` becomes ``q_proj.base_layer.weight``, next to
+``q_proj.lora_A.default.weight``. The base is read under its original names, shard by shard.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 _PATH = "model.lora"
 _ADAPTER = "default"
 _HANDED = ("layers_to_transform", "layers_pattern", "exclude_modules", "rank_pattern", "alpha_pattern")
-_LAYERS = (nn.Linear, Conv1D, nn.Embedding)  # which are named as modules
+_LAYERS = (nn.Linear, Conv1D, nn.Embedding)  # targeted as modules, not as parameters
 _ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
 _ROUTERS = re.compile(r"router|gate$", re.IGNORECASE)
 _WRAPPERS = re.compile(rf"(\.base_layer|\.original_module|\.modules_to_save\.{_ADAPTER})(?=\.|$)")
@@ -39,14 +39,14 @@ _ADAPTER_PARTS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "l
 
 
 class LoraWeights:
-    """Where the tensors of a model with adapters come from: the base as ever, the adapters from (seed, name).
+    """Reads the tensors of a model with adapters: base weights as without them, adapters initialized by (seed, name).
 
-    ``A`` is random as a linear layer's weight is (or gaussian, as peft's is then), ``B`` is zero, so that the first
-    loss is the base model's. (In an embedding ``A`` is zero and ``B`` random, as in peft.) DoRA's lengths are those of
+    ``A`` is initialized like a linear layer's weight (or gaussian, as in peft), ``B`` is zero, so that the first loss
+    is the base model's. (In an embedding ``A`` is zero and ``B`` random, as in peft.) DoRA magnitudes are the norms of
     the base weights.
 
-    ``base`` are the weights before :func:`apply_lora`, ``model`` is what it made, on meta and not wrapped yet; a base
-    is quantized on ``device``, one module at a time.
+    ``base`` are the weights before :func:`apply_lora`; ``model`` is its result, on meta and not wrapped yet. A base is
+    quantized on ``device``, one module at a time.
     """
 
     def __init__(self, base: Weights, model: nn.Module, seed: int, device: torch.device | None = None) -> None:
@@ -56,9 +56,9 @@ class LoraWeights:
         self._is_gaussian = settings[_ADAPTER].init_lora_weights == "gaussian"
 
     def read(self, module_name: str, module: nn.Module, attribute: str, rows: slice | None = None) -> torch.Tensor:
-        """As :meth:`lit_fsdp.models.weights.Weights.read`, by the names of the model with adapters.
+        """Same as :meth:`lit_fsdp.models.weights.Weights.read`, with names of the model with adapters.
 
-        Of a quantized layer all of the weight is read, whatever rows of the packed one are asked for.
+        For a quantized layer the whole weight is read, whichever rows of the packed weight are requested.
         """
         if attribute == "weight" and hasattr(module, "quant_state"):
             owner, _, own = base_name(module_name).rpartition(".")
@@ -85,9 +85,9 @@ class LoraWeights:
 
 
 def apply_lora(model: PreTrainedModel, config: LoraConfig, base: str | None = None) -> dict[str, Any]:
-    """Freeze ``model`` and put adapters into it, in place.
+    """Freeze ``model`` and insert adapters, in place.
 
-    Gives the content of ``adapter_config.json``, from which peft builds the same adapters again; it names ``base``.
+    Returns the content of ``adapter_config.json``, from which peft rebuilds the same adapters; it names ``base``.
     """
     peft = _peft()
     more = _peft_args(config, peft)
@@ -121,9 +121,9 @@ def apply_lora(model: PreTrainedModel, config: LoraConfig, base: str | None = No
     for field in ("rank_pattern", "alpha_pattern"):  # peft's warning is wrong for parameters
         keys, allowed = more.get(field) or {}, f"layers of this model: {layers}"
         unused = [key for key in keys if not any(re.match(rf"(.*\.)?({key})$", name) for name in adapted)]
-        require(not unused, f"{_PATH}.peft_args.{field}", f"{unused}, which fit nothing", allowed)
-    for number in _numbers(more):  # peft passes over one that is not there
-        given, fits = f"{number}, and no layer of that number has an adapter", any(f".{number}." in n for n in adapted)
+        require(not unused, f"{_PATH}.peft_args.{field}", f"{unused}, which match nothing", allowed)
+    for number in _numbers(more):  # peft ignores missing layers
+        given, fits = f"{number}, but that layer has no adapter", any(f".{number}." in n for n in adapted)
         require(fits, f"{_PATH}.peft_args.layers_to_transform", given, "numbers of layers, from 0")
     if config.quantize is not None:
         owners = {n: model.get_submodule(n.rpartition(".")[0]) for n in fused_experts(model) if not is_adapter(n)}
@@ -132,7 +132,7 @@ def apply_lora(model: PreTrainedModel, config: LoraConfig, base: str | None = No
         if type(layer).__name__ in ("Linear", "Linear4bit"):
             apply_one_function(layer)
     model.train()
-    # as peft's save_pretrained writes it, ready for inference
+    # same as peft's save_pretrained writes it, for inference
     values = {key: sorted(v) if isinstance(v, set) else v for key, v in settings.to_dict().items()}
     return {**values, "peft_type": "LORA", "inference_mode": True}
 
@@ -140,7 +140,7 @@ def apply_lora(model: PreTrainedModel, config: LoraConfig, base: str | None = No
 def _targets(
     model: PreTrainedModel, config: LoraConfig, is_known: bool, more: Mapping[str, Any], layers: str
 ) -> tuple[list[str] | str | None, list[str]]:
-    """``target_modules`` and ``target_parameters`` for peft, whose own all-linear includes routers."""
+    """``target_modules`` and ``target_parameters`` for peft, whose all-linear would include routers."""
     linears, fused, path = _linears(model), fused_experts(model), f"{_PATH}.target_modules"
     asked = config.target_modules
     mistaken = _mistaken(model, linears)
@@ -150,19 +150,19 @@ def _targets(
     if asked == "all-linear" or (asked is None and not is_known):
         targets, parameters = no_routers, list(fused) if asked else []
         if left_out := sorted({_end(name) for name in linears if name.rpartition(".")[2] in mistaken}):
-            text = "model.lora: left without adapters, because peft mistakes them for routed experts: %s"
+            text = "model.lora: layers without adapters, because peft mistakes them for routed experts: %s"
             _log.warning(text, ", ".join(left_out))
     elif asked == "attention-only":
         targets = [name for name in no_routers if _ATTENTION.search(name)]
-        given = f"attention-only for {model.config.model_type}, in which no linear layer is called so"
+        given = f"attention-only for {model.config.model_type}, which has no linear layer named attn or attention"
         require(targets, path, given, f"layers of this model: {layers}")
     elif isinstance(asked, str):
         parameters = [name for name in fused if re.fullmatch(asked, name)]
         found = [name for name, _ in model.named_modules() if re.fullmatch(asked, name)]
-        given, fix = f"{asked!r}, which fits no whole name", f"write [{asked}], or '.*{asked}'"
+        given, fix = f"{asked!r}, which matches no full name", f"write [{asked}], or '.*{asked}'"
         require(found or parameters, path, given, f"names such as {linears[0]}", fix)
         _check_names(model, "target_modules", found, layers)
-        targets = found if fused or not found else asked  # in mixtures peft widens it to all layers
+        targets = found if fused or not found else asked  # in mixtures peft extends a pattern to all layers
     elif asked is not None:
         modules = [f".{name}" for name, _ in model.named_modules()]
         others = [wanted for wanted in asked if not any(name.endswith(f".{wanted}") for name in modules)]
@@ -176,7 +176,7 @@ def _targets(
     given = f"{', '.join(wrong[:3])}, which peft mistakes for routed experts of {model.config.model_type}"
     fix = f"name the experts' tensors: {', '.join(sorted({_end(name) for name in fused}))}"
     require(not wrong, path, given, "other layers", fix)
-    if more.get("layers_to_transform") is not None:  # peft takes whole names, and parameters, in every layer
+    if more.get("layers_to_transform") is not None:  # peft applies full names, and parameters, to every layer
         if targets is no_routers:
             targets = sorted({name.rpartition(".")[2] for name in targets})
         parameters = [name for name in parameters if any(f".{number}." in name for number in _numbers(more))]
@@ -192,9 +192,9 @@ def _targets(
 
 
 def _mistaken(model: PreTrainedModel, linears: list[str]) -> set[str]:
-    """Last parts of the names of linear layers that peft mistakes for routed experts, by names of transformers 4.
+    """Last name parts of linear layers that peft mistakes for routed experts, because transformers 4 used these names.
 
-    Source: https://github.com/huggingface/peft/issues/3711; once that is fixed nothing is found any more.
+    Source: https://github.com/huggingface/peft/issues/3711; once that is fixed, the result is empty.
     """
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
@@ -203,7 +203,7 @@ def _mistaken(model: PreTrainedModel, linears: list[str]) -> set[str]:
         probe = _peft().LoraConfig(target_modules=[end])
         try:
             convert_peft_config_for_transformers(probe, model, None)
-        except ValueError:  # it wants gate_proj and up_proj together
+        except ValueError:  # peft requires gate_proj and up_proj together
             found.add(end)
         if end not in probe.target_modules:
             found.add(end)
@@ -226,16 +226,16 @@ def _numbers(more: Mapping[str, Any]) -> list[int]:
 
 
 def _peft_args(config: LoraConfig, peft: Any) -> dict[str, Any]:
-    """``model.lora.peft_args``: what peft knows, and what leaves weights, names and first losses to this package."""
+    """Check ``model.lora.peft_args``: peft must have them, and weights, names and first losses must stay ours."""
     defaults, found = peft.LoraConfig().to_dict(), {}
     for name, value in (config.peft_args or {}).items():
         field, near = f"{_PATH}.peft_args.{name}", difflib.get_close_matches(name, defaults, n=1)
         fix = f"write {near[0]}" if near else "drop it"
-        require(name in defaults, field, "an argument that peft.LoraConfig has not", ", ".join(_HANDED), fix)
+        require(name in defaults, field, "an argument that peft.LoraConfig lacks", ", ".join(_HANDED), fix)
         if name in _HANDED or (name, value) == ("init_lora_weights", "gaussian"):
             found[name] = value
             continue
-        given = f"{value!r}: what it changes is not initialized, sharded, kept in checkpoints or exported right here"
+        given = f"{value!r}, which lit_fsdp does not support in initialization, sharding, checkpoints or export"
         instead = {"trainable_token_indices": "use model.add_tokens", "bias": "name modules in modules_to_save"}
         instead["init_lora_weights"] = "write true or gaussian"
         require(value == defaults[name], field, given, ", ".join(_HANDED), instead.get(name, "drop it"))
@@ -243,37 +243,37 @@ def _peft_args(config: LoraConfig, peft: Any) -> dict[str, Any]:
 
 
 def apply_saved_lora(model: PreTrainedModel, adapter_config: Mapping[str, Any]) -> Callable[[], PreTrainedModel]:
-    """Put the adapters that ``adapter_config.json`` describes into ``model``, in place; gives peft's own merge."""
+    """Insert the adapters that ``adapter_config.json`` describes, in place; returns peft's merge function."""
     settings = _peft().PeftConfig.from_peft_type(**adapter_config)
     return _inject(model, settings).merge_and_unload
 
 
 def load_adapter_folder(model: PreTrainedModel, folder: Any) -> nn.Module:
-    """``peft.PeftModel.from_pretrained`` on a model that has its weights, as a user of the folder would."""
+    """Call ``peft.PeftModel.from_pretrained`` on a model with loaded weights, as a user of the folder would."""
     return _peft().PeftModel.from_pretrained(model, str(folder), local_files_only=True)
 
 
 def _inject(model: PreTrainedModel, settings: Any) -> Any:
-    """Put peft's adapters in on meta, in place, and give its tuner."""
+    """Insert peft's adapters on meta, in place; returns peft's tuner."""
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "You have passed exclude_modules")
         warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys did not match")  # checked by name
-        warnings.filterwarnings("ignore", "fan_in_fan_out")  # it is set as the layer needs it, and says so
+        warnings.filterwarnings("ignore", "fan_in_fan_out")  # peft sets it as the layer needs it, and warns
         return _peft().LoraModel(model, settings, _ADAPTER, low_cpu_mem_usage=True)
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter is of an adapter, or of a copy of a module that is trained whole beside them."""
+    """Whether a parameter belongs to an adapter, or to a fully trained copy of a module (``modules_to_save``)."""
     return ".lora_" in name or ".modules_to_save." in name
 
 
 def base_name(name: str) -> str:
-    """The name that a module of the base, or a whole copy of it, has in the model without adapters."""
+    """The name in the model without adapters of a base module, or of its fully trained copy."""
     return _WRAPPERS.sub("", name)
 
 
 def _check_names(model: PreTrainedModel, field: str, names: list[str], layers: str) -> None:
-    """Every name fits a module (peft passes over one that does not), and none whose weight another one uses too."""
+    """Require that every name matches a module (peft ignores others) and that no matched weight is shared."""
     modules = [name for name, _ in model.named_modules()]
     shared = {name.rpartition(".")[0] for group in tied_groups(model) if len(group) > 1 for name in group}
     for wanted in names:

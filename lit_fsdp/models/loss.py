@@ -1,7 +1,7 @@
 """The next-token loss as a sum over supervised tokens.
 
-The model is always called as a whole, so that hooks and all-gathers happen; only its head's own forward is replaced
-while it runs, by one that takes supervised tokens a chunk at a time: the logits of a whole batch never exist.
+The model is always called as a whole, so that hooks and all-gathers run. Only its head's forward is replaced during
+the call, by one that processes supervised tokens in chunks: the logits of a whole batch never exist.
 
 Shapes: B batch, T tokens, N supervised tokens, C tokens of a chunk, D width of the hidden states, V vocabulary.
 """
@@ -29,13 +29,13 @@ from lit_fsdp.models.context import ContextGroup
 IGNORED = -100
 """Label of a token that is not supervised, as in ``torch.nn.functional.cross_entropy``."""
 NUM_TARGETS = "num_targets"
-"""In a batch, as a plain number: how many labels are supervised. Where it is not known the device is waited for."""
+"""Batch key: number of supervised labels, as an int. Without it the host synchronizes with the device."""
 ONE_ROW = "one_row"
-"""In a batch of padded rows: the same samples as one row without padding, which the model gets in their place, and as
-``taken`` which positions of the flattened rows are its own. All targets are there, and in the same order; those of all
-ranks together where it is a part of a row, of a ``context`` group."""
+"""Batch key of padded rows: the same samples as one row without padding, which the model gets instead. Its ``taken``
+are the positions in the flattened padded rows. All targets keep their order. In a ``context`` group it is this rank's
+part of the row, and the parts of all ranks together have all targets."""
 CHUNK_BYTES = 96 * 2**20
-"""What the fp32 logits of a chunk take by default."""
+"""Default size of the fp32 logits of a chunk."""
 _log = logging.getLogger(__name__)
 _CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 _FACTORS = ("logit_scale", "lm_head_multiplier")
@@ -44,14 +44,14 @@ _ELSEWHERE = re.compile(r"router|^attn_|^mlp_|_to_keep$|_bias$")
 _BACKEND = "model.loss.backend"
 _FP16_ROOM = 16.0  # gradients of logits are probabilities, and in fp16 those below 6e-8 would vanish
 Head = Callable[[torch.Tensor], torch.Tensor]
-"""Gives logits (C, V) of hidden states (C, D)."""
+"""Computes logits (C, V) from hidden states (C, D)."""
 
 
 class TokenLoss(NamedTuple):
     """Sums over the supervised tokens of a batch, in nats, to be added up over batches and ranks before dividing.
 
-    Backward runs on ``loss_sum``, the only one with a graph: ``nll_sum`` and a mixture's router loss, or the loss of
-    pairs. ``num_correct`` is NaN with Liger, which does not tell.
+    Only ``loss_sum`` has a graph: it is ``nll_sum`` plus a mixture's router loss, or the loss of pairs.
+    ``num_correct`` is NaN with Liger, which does not compute it.
     """
 
     loss_sum: torch.Tensor
@@ -70,7 +70,7 @@ class LossPlan:
     cap: float | None = None
 
     def logits(self, head: Head, hidden_CD: torch.Tensor) -> torch.Tensor:
-        """The model's logits, in fp32 at least, (C, V)."""
+        """Compute the model's logits, in fp32 or wider, (C, V)."""
         z_CV = _wide(head(hidden_CD))
         if self.scale != 1.0:
             z_CV = z_CV * self.scale
@@ -78,7 +78,7 @@ class LossPlan:
 
 
 def plan_loss(model: nn.Module, config: LossConfig | None = None) -> LossPlan:
-    """How the loss of ``model`` is computed; one whose logits are not understood gets the plain way, and a warning.
+    """Decide how to compute the loss of ``model``; unknown logits options select the plain backend with a warning.
 
     Raises:
         ConfigError: Liger is not installed or does not fit this model.
@@ -87,25 +87,25 @@ def plan_loss(model: nn.Module, config: LossConfig | None = None) -> LossPlan:
     if config.backend == "plain":
         return LossPlan("plain")
     if config.backend == "liger":
-        fix = "set model.loss.backend: chunked, which does the same in plain PyTorch"
+        fix = "set model.loss.backend: chunked, the same computation in plain PyTorch"
         given = "liger, but liger_kernel is not installed"
         is_there = importlib.util.find_spec("liger_kernel")
         require(is_there, _BACKEND, given, "liger_kernel", f"pip install lit-fsdp[liger], or {fix}")
         owner = owner_of_head(model)
         kind = None if owner is None else type(_head_of(owner))
-        # no adapter, which it would pass by
+        # no adapter, which Liger would ignore
         require(kind is nn.Linear, _BACKEND, f"liger with a head that is a {kind}", "a plain linear head", fix)
     try:
         scale, cap = _after_the_head(model)
     except ValueError as unknown:
-        text = "%s: %s is not for %s: %s. All logits are made at once (plain): the same loss, more memory"
+        text = "%s: %s does not support %s: %s. Using plain: all logits at once, the same loss, more memory"
         _log.warning(text, _BACKEND, config.backend, type(model).__name__, unknown)
         return LossPlan("plain")
     return LossPlan(config.backend, config.chunk_tokens, scale, cap)
 
 
 def _after_the_head(model: nn.Module) -> tuple[float, float | None]:
-    """The model's factor on its logits, and their bound; ValueError says why they are not known."""
+    """Return the scale and soft cap that the model applies to its logits; ValueError if they are unknown."""
     owner: Any = owner_of_head(model)
     if owner is None:
         raise ValueError("it has no output head (get_output_embeddings)")
@@ -124,12 +124,12 @@ def _after_the_head(model: nn.Module) -> tuple[float, float | None]:
         elif number and key == "logits_scaling" and config.model_type.startswith("granite"):
             scale = 1.0 / number
         else:
-            raise ValueError(f"what it does with {key}: {value} is not known here")
+            raise ValueError(f"the effect of {key}: {value} on its logits is unknown")
     return scale, cap
 
 
 def owner_of_head(model: nn.Module) -> nn.Module | None:
-    """The module that has a body and an output head, inside whatever is around it."""
+    """The first module inside any wrappers that has a body and an output head, or None."""
     for module in model.modules():
         get = getattr(type(module), "get_output_embeddings", None)
         if get is not None and isinstance(get(module), nn.Module):
@@ -138,7 +138,7 @@ def owner_of_head(model: nn.Module) -> nn.Module | None:
 
 
 def _head_of(owner: Any) -> nn.Module:
-    """The module whose forward makes logits of hidden states, without FSDP1's wrapper."""
+    """The module whose forward computes logits from hidden states, without FSDP1's wrapper."""
     head: nn.Module = owner.get_output_embeddings()
     while (inner := head._modules.get("_fsdp_wrapped_module")) is not None:
         head = inner
@@ -146,10 +146,10 @@ def _head_of(owner: Any) -> nn.Module:
 
 
 def causal_lm_forward(model: nn.Module, batch: Mapping[str, torch.Tensor], plan: LossPlan | None = None) -> TokenLoss:
-    """The loss of ``model`` on a batch with ``input_ids``, ``labels`` and what else its forward takes.
+    """Compute the loss of ``model`` on a batch with ``input_ids``, ``labels`` and other inputs of its forward.
 
-    Where ``position_ids`` start anew (packed samples) the first token of a sample is never supervised. Without a plan,
-    that of :func:`plan_loss` is taken.
+    Where ``position_ids`` restart (packed samples) the first token of a sample is never supervised. ``plan`` defaults
+    to that of :func:`plan_loss`.
     """
     targets_BT = next_targets(batch)
     loss, nll, correct, router = token_losses(model, batch, targets_BT, plan or plan_loss(model))
@@ -170,13 +170,13 @@ def sample_losses(
 
 
 def context_of(batch: Mapping[str, Any]) -> ContextGroup | None:
-    """The ranks that each compute a part of this batch, if it was cut."""
+    """The context group whose ranks each compute a part of this batch, or None."""
     group: ContextGroup | None = batch.get(ONE_ROW, {}).get("context")
     return group
 
 
 def targets_here(batch: Mapping[str, Any], targets_BT: torch.Tensor) -> torch.Tensor:
-    """The targets whose positions this rank computes, where they stand, (B, T)."""
+    """The targets whose positions this rank computes, (B, T); others are ignored labels."""
     if context_of(batch) is None:
         return targets_BT
     taken_N, flat = batch[ONE_ROW]["taken"], targets_BT.flatten()
@@ -184,12 +184,12 @@ def targets_here(batch: Mapping[str, Any], targets_BT: torch.Tensor) -> torch.Te
 
 
 def by_position(values_N: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
-    """What is known of each target, where it stands, (B, T); zeros elsewhere."""
+    """Put values of the targets at their positions, (B, T); zeros elsewhere."""
     return values_N.new_zeros(targets_BT.shape).masked_scatter(targets_BT != IGNORED, values_N)
 
 
 def next_targets(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """The token that each position is to predict, (B, T): the label after it, never that of another sample."""
+    """The token that each position predicts, (B, T): the next label, never that of another sample."""
     targets_BT = F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
     positions_BT = batch.get("position_ids")
     if positions_BT is not None:
@@ -199,11 +199,11 @@ def next_targets(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
 
 
 def target_positions(targets_BT: torch.Tensor, num: int | None = None) -> torch.Tensor:
-    """Where the flattened targets are supervised, int64 (N,); ``num`` of them, if that is known."""
+    """Indices of supervised targets in the flattened batch, int64 (N,); ``num`` is their number, if known."""
     is_target = (targets_BT != IGNORED).flatten()
     if num is None:
         return is_target.nonzero().squeeze(1)
-    torch._assert_async(is_target.sum() == num, f"labels changed on the device: drop {NUM_TARGETS} of the batch")
+    torch._assert_async(is_target.sum() == num, f"labels changed on the device: drop {NUM_TARGETS} from the batch")
     return torch.nonzero_static(is_target, size=num).squeeze(1)
 
 
@@ -214,10 +214,10 @@ def token_losses(
     plan: LossPlan,
     each: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """The negative log-likelihoods of all targets with a graph, summed unless ``each``; and what has none.
+    """Return the negative log-likelihood of all targets with a graph (summed unless ``each``), and three more values.
 
-    That is the same of every target, (N,), and whether its most likely token was right, (N,): of Liger the sum and
-    NaN; and the router's loss, which has a graph again.
+    These are, without a graph, the negative log-likelihoods, (N,), and whether the most likely token was right, (N,)
+    (Liger: the sum and NaN); and the router loss, which has a graph.
     """
     inputs = {name: tensor for name, tensor in batch.items() if name not in ("labels", "padding", NUM_TARGETS)}
     owner: Any = owner_of_head(model)
@@ -228,7 +228,7 @@ def token_losses(
         num_tokens = inputs.pop("num_tokens", 0)
     elif "padding" in batch and _needs_mask(owner):
         inputs["attention_mask"] = batch["padding"]
-    positions_N = target_positions(targets_BT, batch.get(NUM_TARGETS))  # type: ignore[arg-type]  # the one number
+    positions_N = target_positions(targets_BT, batch.get(NUM_TARGETS))  # type: ignore[arg-type]  # an int
     targets_N = targets_BT.flatten()[positions_N]
     if plan.backend == "plain":
         out = model(**inputs)
@@ -244,7 +244,7 @@ def token_losses(
         trained = _trained(head)
         if not torch.is_grad_enabled() or not (hidden_ND.requires_grad or trained) or each:
             found.append(_loss_of_each(own_forward, hidden_ND, targets_N, plan, rows))
-        elif plan.backend == "liger" and hidden_ND.requires_grad and len(targets_N):  # else its head has no gradient
+        elif plan.backend == "liger" and hidden_ND.requires_grad and len(targets_N):  # else Liger gives no gradient
             found.append(_liger_loss(head, hidden_ND, targets_N, plan))
         else:
             found.append(ChunkedLoss.apply(own_forward, targets_N, plan, rows, hidden_ND, *trained))
@@ -262,14 +262,14 @@ def token_losses(
 
 
 def _needs_mask(owner: Any) -> bool:
-    """Whether padding behind a row changes what the model makes of it, or might: a router's loss is of all tokens."""
+    """Whether right padding may change the model's outputs; a router loss, for example, counts all tokens."""
     is_known = owner is not None and type(owner).forward.__module__.startswith("transformers.models.")
     has_router_loss = is_known and getattr(owner.config.get_text_config(), "output_router_logits", False)
     return not is_known or has_router_loss or not is_causal(owner)
 
 
 def _trained(head: nn.Module) -> list[torch.Tensor]:
-    """What is trained of the head, as its modules hold it now: FSDP1 puts plain tensors in the place of parameters."""
+    """Trainable tensors of the head as its modules hold them now: FSDP1 replaces parameters by plain tensors."""
     held = [values for module in head.modules() for values in (module._parameters, module.__dict__)]
     tensors = [t for values in held for t in values.values() if torch.is_tensor(t) and t.requires_grad]
     return list({id(tensor): tensor for tensor in tensors}.values())
@@ -278,10 +278,10 @@ def _trained(head: nn.Module) -> list[torch.Tensor]:
 def _router_loss(
     model: nn.Module, out: Any, context: ContextGroup | None = None, num_tokens: int = 0
 ) -> torch.Tensor | None:
-    """What a mixture of experts would add to its mean loss if it were given labels, so that all experts are used.
+    """Load balancing loss that a mixture of experts would add to its mean loss if it got labels.
 
-    Models compute it only where their configuration says ``output_router_logits: true``; it is no sum over the parts of
-    a row, so that it is computed anew from the ``num_tokens`` of all ranks.
+    Models compute it only if their configuration has ``output_router_logits: true``. It is not additive over parts of
+    a row, so in a context group it is computed again from the ``num_tokens`` of all ranks.
     """
     aux, owner = getattr(out, "aux_loss", None), owner_of_head(model)
     if not torch.is_tensor(aux) or owner is None:
@@ -295,19 +295,19 @@ def _router_loss(
         for name in ("router_aux_loss_coef", "aux_loss_coef"):
             if isinstance(factor := getattr(holder, name, None), (int, float)):
                 return aux * factor
-    raise ValueError(f"{type(owner).__name__} returns a router loss, but says no factor for it")
+    raise ValueError(f"{type(owner).__name__} returns a router loss, but has no coefficient for it")
 
 
 def balance_of(owner: Any) -> Callable[..., Any] | None:
-    """The function of transformers that makes a router's loss of the logits of all tokens, if this model has it."""
+    """The transformers function that computes the router loss from the logits of all tokens, if the model has one."""
     found = getattr(sys.modules[type(owner).__module__], "load_balancing_loss_func", None)
     return found if hasattr(owner, "num_experts") and hasattr(owner, "num_experts_per_tok") else None
 
 
 def chunk_rows(vocab_size: int, width: int) -> int:
-    """Tokens per chunk by default: :data:`CHUNK_BYTES` of fp32 logits, or a quarter of the head's fp32 gradient.
+    """Default tokens per chunk: :data:`CHUNK_BYTES` of fp32 logits, or a quarter of the head's fp32 gradient.
 
-    The second where it is larger: every chunk adds to that gradient, which many small ones would be slow at.
+    The larger of both applies: every chunk adds to that gradient, which is slow with many small chunks.
     """
     return max(1, CHUNK_BYTES // (4 * vocab_size), width // 4)
 
@@ -317,7 +317,7 @@ def _wide(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _scores(z_CV: torch.Tensor, targets_C: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Log-probabilities, the negative ones of the targets, and whether the most likely token is the target."""
+    """Log-probabilities, negative log-likelihoods of targets, and whether the most likely token is the target."""
     log_p_CV = z_CV.log_softmax(dim=-1)
     return log_p_CV, F.nll_loss(log_p_CV, targets_C, reduction="none"), z_CV.argmax(dim=-1) == targets_C
 
@@ -325,7 +325,7 @@ def _scores(z_CV: torch.Tensor, targets_C: torch.Tensor) -> tuple[torch.Tensor, 
 def _loss_of_each(
     head: Head, hidden_ND: torch.Tensor, targets_N: torch.Tensor, plan: LossPlan, rows: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The loss of every token, (1, N, 1) with a graph and (N,) without; a chunk is computed again in backward."""
+    """The loss of every token, (1, N, 1) with a graph and (N,) without; backward recomputes each chunk."""
 
     def of_chunk(hidden_CD: torch.Tensor, targets_C: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return _scores(plan.logits(head, hidden_CD), targets_C)[1:]
@@ -337,12 +337,12 @@ def _loss_of_each(
 
 
 class ChunkedLoss(torch.autograd.Function):
-    """The summed loss of all tokens, (1, 1, 1) with a graph; of each, and whether it was right, (N,), without one.
+    """The summed loss, (1, 1, 1), with a graph; losses and correctness of all tokens, (N,), without a graph.
 
-    The gradient of a sum is known as soon as the logits of a chunk are, up to the factor that backward brings. So the
-    forward pass differentiates each chunk of ``rows`` tokens at once and keeps the sums of the gradients: nothing of
-    size (N, V) outlives a chunk, and nothing is computed twice. ``trained`` is what of ``head`` is trained. Without any
-    token the loss is a zero whose gradients are zeros. Backward works once.
+    The gradient of a sum is known from the logits of a chunk, up to the factor that backward receives. So the forward
+    pass differentiates each chunk of ``rows`` tokens immediately and keeps the sums of the gradients: logits outlive no
+    chunk, and nothing is computed twice. ``trained`` are the trainable tensors of ``head``. Without tokens, loss and
+    gradients are zero. Backward works only once.
     """
 
     @staticmethod
@@ -367,9 +367,9 @@ class ChunkedLoss(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor, *ignored: Any) -> Any:
-        """Give the sums away, times ``grad``."""
+        """Return the sums times ``grad`` and release them."""
         gradients, ctx.gradients = ctx.gradients, None
-        assert gradients is not None, "the gradients of a chunked loss are given away once"
+        assert gradients is not None, "backward of a chunked loss works only once"
         factor = grad.view(()) / _FP16_ROOM
         totals = zip(gradients, ctx.dtypes, strict=True)
         narrow = [None if total is None else total.mul_(factor).to(dtype) for total, dtype in totals]
@@ -384,23 +384,23 @@ def _differentiate(
     trained: Sequence[torch.Tensor],
     sums: list[torch.Tensor | None],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Scores of a chunk and its gradient by the hidden states; what it adds to those of the head goes into ``sums``.
+    """Scores of a chunk and its gradient with respect to hidden states; gradients of the head are added to ``sums``.
 
-    They are summed in fp32: in bf16 a sum rounds, and in fp16 it may have no room before the loss scale is known. A
-    function of its own, so that nothing of a chunk is left for the next.
+    They are summed in fp32: bf16 would round, and fp16 could overflow before the loss scale is known. A separate
+    function, so that all tensors of a chunk are freed before the next.
     """
     leaf_CD = hidden_CD.detach().requires_grad_()
     with torch.enable_grad():
         z_CV = plan.logits(head, leaf_CD)
     edge = torch.autograd.graph.get_gradient_edge(z_CV)
     log_p_CV, nll_C, correct_C = _scores(z_CV.detach(), targets_C)
-    del z_CV  # backward needs its edge alone, and tensors of this size are the largest cost
+    del z_CV  # backward needs only its edge, and tensors of this size dominate memory
     grad_CV = log_p_CV.exp_()
     grad_CV[torch.arange(len(targets_C), device=targets_C.device), targets_C] -= 1
     dhidden_CD, *found = torch.autograd.grad(edge, [leaf_CD, *trained], grad_CV.mul_(_FP16_ROOM), allow_unused=True)
     for i, grad in enumerate(found):
         if grad is not None:
-            so_far = sums[i]  # add_ widens as it reads: a wide copy would be as large as the sum
+            so_far = sums[i]  # add_ upcasts while reading: an fp32 copy would be as large as the sum
             sums[i] = _wide(grad) if so_far is None else so_far.add_(grad)
     return nll_C, correct_C, _wide(dhidden_CD)
 
@@ -408,12 +408,12 @@ def _differentiate(
 def _liger_loss(
     head: Any, hidden_ND: torch.Tensor, targets_N: torch.Tensor, plan: LossPlan
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Liger's kernel, inside the head's forward, where its weight is gathered under either engine."""
+    """Liger's kernel, called inside the head's forward, where both engines have gathered its weight."""
     from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy  # type: ignore[import-not-found]
 
     device = hidden_ND.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else head.weight.dtype
-    # a factor on the logits may as well stand on the hidden states and the bias
+    # scaling hidden states and bias is the same as scaling the logits
     bias = None if head.bias is None else head.bias.to(dtype) * plan.scale
     options: dict[str, Any] = {"bias": bias, "softcap": plan.cap, "reduction": "sum", "accum_dtype": torch.float32}
     hidden_ND = hidden_ND.to(dtype) * plan.scale

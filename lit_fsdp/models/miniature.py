@@ -1,4 +1,4 @@
-"""The same architecture at toy size, so that a recipe can be tried out anywhere without its weights."""
+"""The same architecture at toy size, to try a recipe on any machine without the model's weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HUB_NAMES_KEY = "_hub_names"
 
 _HEAD_DIM = 16
 _MAX_PARAMETERS = 20_000_000
-_MOST = {  # sizes that do not depend on others, by the names that transformers uses
+_MOST = {  # upper limits of sizes that do not depend on others, by their names in transformers
     **dict.fromkeys(("num_local_experts", "num_experts"), 4),
     **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token"), 2),
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 64),
@@ -32,8 +32,8 @@ def shrink(
 ) -> PretrainedConfig:
     """``hf_config`` with two to four small blocks and the tokenizer's vocabulary.
 
-    The model type, tying, the ratio of query to key-value heads (up to 4), RoPE type, kinds of layers, sliding window
-    and maximal positions stay.
+    Model type, tying, the ratio of query to key-value heads (up to 4), RoPE type, layer types, sliding window and
+    maximum positions do not change.
     """
     full = hf_config.get_text_config()
     try:
@@ -42,14 +42,14 @@ def shrink(
         problem = f"still {size:,} parameters" if size > _MAX_PARAMETERS else ""
     except (ValueError, TypeError, RuntimeError, AttributeError, LookupError, ArithmeticError) as error:
         problem = " ".join(str(error).split())[:200]
-    given, allowed = f"true for {full.model_type} ({problem})", "an architecture whose sizes are known here"
+    given, allowed = f"true for {full.model_type} ({problem})", "an architecture that miniature can shrink"
     fix = "name a small config .json of that architecture instead of miniature: true"
     require(not problem, "model.miniature", given, allowed, fix)
     return small
 
 
 def shipped_config(name: str, exact: bool = False) -> dict[str, Any] | None:
-    """The config that ships for a hub name, or, unless ``exact``, for a path whose last part begins so; or None."""
+    """The shipped config for a hub name or, unless ``exact``, for a path whose last part starts with one; or None."""
     for file in sorted(shipped("model").glob("*.json")):
         values: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         hub_names = values.pop(HUB_NAMES_KEY, [])
@@ -67,7 +67,7 @@ def _small_values(full: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) ->
     heads, kv_heads = _heads(full)
     hidden = heads * _HEAD_DIM
     kinds = list(dict.fromkeys(values.get("layer_types") or []))
-    shares = bool(values.get("num_kv_shared_layers"))  # the last blocks read what one of each kind before them keeps
+    shares = bool(values.get("num_kv_shared_layers"))  # the last blocks reuse keys of an earlier block of each type
     num_layers = min(full.num_hidden_layers, max(2, len(kinds) * (1 + shares)), 4)
     head_dim = _HEAD_DIM
     if values.get("head_dim"):  # some models have wider heads than hidden / heads
@@ -87,7 +87,7 @@ def _small_values(full: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) ->
         **{f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")},
     }
     for common_name, value in common.items():
-        name = full.attribute_map.get(common_name, common_name)  # GPT-2 says n_embd for hidden_size
+        name = full.attribute_map.get(common_name, common_name)  # GPT-2 uses n_embd for hidden_size
         if values.get(name) is not None:
             values[name] = value
     most = {**_MOST, "num_kv_shared_layers": num_layers // 2, "max_window_layers": num_layers, "rotary_dim": head_dim}
@@ -99,7 +99,7 @@ def _small_values(full: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) ->
             values[name] = {layer: own for layer, own in value.items() if int(layer) < num_layers}
     rope = dict(values.get("rope_parameters") or {})
     share = rope.get("partial_rotary_factor") or values.get("partial_rotary_factor") or 1.0
-    for key in ("short_factor", "long_factor"):  # LongRoPE: as many factors as frequencies are left
+    for key in ("short_factor", "long_factor"):  # LongRoPE: one factor per remaining frequency
         if isinstance(rope.get(key), list):
             rope[key] = rope[key][: int(head_dim * share) // 2]
             values["rope_parameters"] = rope

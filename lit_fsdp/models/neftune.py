@@ -12,23 +12,23 @@ from torch import nn
 
 @contextmanager
 def embedding_noise(model: Any, alpha: float, batch: Mapping[str, Any], rank: int) -> Iterator[None]:
-    """Add to each embedded token uniform numbers of at most alpha / sqrt(L * D), L the length of its own sample.
+    """Add uniform noise of at most alpha / sqrt(L * D) to each embedded token; L is the length of its sample.
 
-    So the noise of a sample of this batch, padded or packed, has a norm of at most alpha, whatever stands beside it;
-    padding gets none, and nothing in eval mode. It is drawn on each rank from a generator of its own, seeded by
-    torch's, which a checkpoint keeps.
+    The noise of each sample, padded or packed, therefore has a norm of at most alpha, independent of other samples.
+    Padding gets no noise, nor does eval mode. Each rank draws it from its own generator, seeded by torch's generator,
+    whose state checkpoints save.
     """
     if "cu_seq_lens" in batch:
         lengths_N = batch["cu_seq_lens"].diff()
         lengths_BT = lengths_N.repeat_interleave(lengths_N)
-        if "own" in batch:  # the part of a context group's row that is here
+        if "own" in batch:  # this rank's part of a context group's row
             lengths_BT = torch.cat([lengths_BT[start:end] for start, end in batch["own"]])
     else:
         mask_BT = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
         lengths_BT = mask_BT.sum(dim=1, keepdim=True) * mask_BT
 
     def add(module: nn.Module, args: Any, embedded_BTD: torch.Tensor) -> torch.Tensor:
-        if not module.training:  # as under the reference of a preference
+        if not module.training:  # such as the reference pass of preference training
             return embedded_BTD
         own = torch.Generator(embedded_BTD.device).manual_seed(int(torch.randint(2**62, ())) + rank)
         noise_BTD = torch.empty_like(embedded_BTD).uniform_(-1, 1, generator=own)

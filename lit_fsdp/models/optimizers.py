@@ -1,4 +1,4 @@
-"""The optimizer that a recipe names: what it is given, what it keeps of each parameter, and where it cannot be."""
+"""The optimizer that a recipe names: its arguments, the size of its state, and AdamW and Muon for shards."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FIELD = "model.optim"
 
 
 def optimizer_class(optim: OptimConfig) -> type[torch.optim.Optimizer]:
-    """The class of ``model.optim``, which can be imported, is an optimizer and takes the arguments that it is given."""
+    """Import the class of ``model.optim`` and check that it is an optimizer and accepts the given arguments."""
     path = optim.optimizer
     module, _, name = path.rpartition(".")
     try:
@@ -43,7 +43,7 @@ def optimizer_class(optim: OptimConfig) -> type[torch.optim.Optimizer]:
 
 
 def hidden_matrices(model: Any) -> set[str]:
-    """Names of the matrices between embedding and head, which Muon takes; one row or column alone is a vector."""
+    """Names of the matrices between embedding and head, for Muon; a single row or column counts as a vector."""
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     outer = {id(param) for module in ends if module is not None for param in module.parameters()}
     inner = ((name, param) for name, param in model.named_parameters() if id(param) not in outer)
@@ -51,10 +51,10 @@ def hidden_matrices(model: Any) -> set[str]:
 
 
 def state_bytes(optim: OptimConfig, model: nn.Module, itemsize: int) -> tuple[Callable[[nn.Parameter, int], int], str]:
-    """What an optimizer keeps of a parameter between steps, without step counters, by its class, which is not imported.
+    """Size of the optimizer state per parameter, without step counters; the optimizer class is not imported.
 
-    In bytes, of a parameter (``itemsize`` each element) and so many elements of it; and the class that they are of,
-    AdamW for one not known here.
+    Returns a function from a parameter (``itemsize`` bytes per element) and a number of its elements to bytes, and the
+    class that it describes, which is AdamW if the optimizer is unknown.
     """
     path = optim.optimizer
     if path.startswith("lit_fsdp.") and path.endswith(".MuonWithAdamW"):
@@ -62,7 +62,7 @@ def state_bytes(optim: OptimConfig, model: nn.Module, itemsize: int) -> tuple[Ca
         return lambda param, count: (1 if id(param) in hidden else 2) * count * itemsize, path
     if path == "torchao.optim.AdamW8bit":
         block = int((optim.optimizer_args or {}).get("block_size", 256))
-        table = 256 * 4  # what the codes stand for
+        table = 256 * 4  # values of the codes
 
         def packed(param: nn.Parameter, count: int) -> int:
             return 2 * (count + count // block * 4 + table if is_packed(count, block) else count * itemsize)
@@ -72,12 +72,12 @@ def state_bytes(optim: OptimConfig, model: nn.Module, itemsize: int) -> tuple[Ca
 
 
 def is_packed(count: int, block_size: int) -> bool:
-    """Whether torchao keeps the moments of so many elements as codes of 8 bits."""
+    """Whether torchao stores the moments of ``count`` elements as 8-bit codes."""
     return count >= 4096 and count % block_size == 0
 
 
 def orthogonalized(matrix: torch.Tensor, group: Mapping[str, Any]) -> torch.Tensor:
-    """Muon's Newton-Schulz iteration on a whole matrix, in its own dtype; torch's has only bf16."""
+    """Muon's Newton-Schulz iteration on a whole matrix, in the matrix's dtype; torch supports only bf16."""
     a, b, c = group["ns_coefficients"]
     wide = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
     wide = wide / wide.norm().clamp(min=group["eps"])
@@ -88,10 +88,10 @@ def orthogonalized(matrix: torch.Tensor, group: Mapping[str, Any]) -> torch.Tens
 
 
 class ShardAdamW(AdamW):
-    """torch's AdamW, which steps this rank's shards as plain tensors; its state is of DTensors, as the parameters.
+    """torch's AdamW, stepping this rank's shards as plain tensors; its state consists of DTensors, like the parameters.
 
-    Of lists of DTensors torch finds the placements in time that grows with the square of their length: two seconds of
-    the first step for the 420 factors of LoRA.
+    For lists of DTensors torch resolves placements in quadratic time: two seconds in the first step for the 420 factors
+    of LoRA.
     """
 
     def _init_group(self, group: dict[str, Any], *lists: list[torch.Tensor]) -> bool:
@@ -102,13 +102,13 @@ class ShardAdamW(AdamW):
 
 
 class _WholeMuon(Muon):
-    """torch's Muon, but for an iteration of whole matrices, each on one rank: on shards it has another outcome."""
+    """torch's Muon, iterating on whole matrices, each on one rank; iterating on shards would give other updates."""
 
-    dtype = torch.bfloat16  # of the class, as optimizers lose what is their own when they are copied
+    dtype = torch.bfloat16  # a class attribute, because copies of optimizers lose instance attributes
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Gather as many matrices as there are ranks in a copy, iterate one on each, and share the results."""
+        """Gather one matrix per rank of a copy, iterate each on its rank, and broadcast the results."""
         for group in self.param_groups:
             held: tuple[list[Any], list[Any], list[Any]] = ([], [], [])
             self._init_group(group, *held)
@@ -124,7 +124,7 @@ class _WholeMuon(Muon):
                     update = (grad.lerp(buffer, momentum) if group["nesterov"] else buffer).to(self.dtype)
                     whole = update if mesh is None else update.to(mesh.device_type).full_tensor()
                     mine = whole if owner == here else mine
-                mine = mine if mine is None else orthogonalized(mine, group)  # once all are there, so at the same time
+                mine = mine if mine is None else orthogonalized(mine, group)  # after all gathers, so in parallel
                 for owner, (param, grad, _) in enumerate(some):
                     found = mine
                     if mesh is not None:
@@ -141,19 +141,19 @@ class _PreciseMuon(_WholeMuon):
 
 
 class MuonWithAdamW(Optimizer):
-    """One optimizer of two: parameter groups with ``use_muon`` are orthogonalized, the others take AdamW's step.
+    """Muon for parameter groups with ``use_muon``, AdamW for the other groups, as one optimizer.
 
-    :class:`lit_fsdp.CausalLMModule` marks the groups. Schedules scale both learning rates alike. Each matrix is
-    orthogonalized whole, on one rank of a copy, so that ranks and engines differ only by how gradients are summed.
+    :class:`lit_fsdp.CausalLMModule` marks the groups. Schedules scale both learning rates. Each matrix is
+    orthogonalized whole, on one rank of a copy, so that ranks and engines differ only in how gradients are summed.
 
     Args:
         params: Parameter groups, each with ``use_muon``.
-        lr: Of Muon's groups.
-        weight_decay: Of groups that do not say.
-        adamw_lr: Of AdamW's groups.
-        betas: AdamW's.
-        iterates_in: ``bf16``, as torch's, where the order in which gradients are summed decides some percent of an
-            update; or ``fp32``, where it is some 1e-5: :class:`lit_fsdp.CausalLMModule` takes it in a run in fp32.
+        lr: Learning rate of Muon's groups.
+        weight_decay: Default for groups without their own.
+        adamw_lr: Learning rate of AdamW's groups.
+        betas: AdamW's betas.
+        iterates_in: ``bf16``, as in torch, where the summation order of gradients changes an update by some percent;
+            or ``fp32``, where it changes it by some 1e-5: :class:`lit_fsdp.CausalLMModule` uses it in fp32 runs.
         muon: Further arguments of :class:`torch.optim.Muon`.
 
     Source: https://kellerjordan.github.io/posts/muon/
@@ -182,7 +182,7 @@ class MuonWithAdamW(Optimizer):
         self._share()
 
     def _share(self) -> None:
-        """Let the two work on the groups and the state of this one, which is what is saved and scheduled."""
+        """Make both optimizers use this one's groups and state, which are saved and scheduled."""
         first = 0
         for inner in self._inner:
             count = len(inner.param_groups)
@@ -190,13 +190,13 @@ class MuonWithAdamW(Optimizer):
             first += count
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what ``state_dict`` gave."""
+        """Load the result of ``state_dict``."""
         super().load_state_dict(state_dict)
         self._share()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step of both."""
+        """Step both optimizers."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -1,4 +1,4 @@
-"""``model.config_overrides``: values in place of those in a model's config, as if they had always stood there."""
+"""``model.config_overrides``: values that replace those in a model's config."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from lit_fsdp.models.weights import tied_groups
 
 _FIELD = "model.config_overrides"
 ROPE_OF_A_MODEL = ("rope_theta", "partial_rotary_factor")
-"""Of rotary positions, what a model has whatever scales them."""
-_STRETCHED = ("llama3", "yarn", "longrope")  # whose scaling depends on the length before it
+"""Rotary parameters of a model that do not depend on the scaling."""
+_STRETCHED = ("llama3", "yarn", "longrope")  # their scaling depends on the original length
 _NOT_HERE = {*PretrainedConfig().to_dict(), *ROPE_OF_A_MODEL, "use_cache", "quantization_config", "auto_map"}
-_SPLITS = ("num_attention_heads", "num_key_value_heads", "head_dim")  # which some weights of one shape are split by
+_SPLITS = ("num_attention_heads", "num_key_value_heads", "head_dim")  # they split weights without changing shapes
 _OF_TRAINING = re.compile("drop|router|aux_loss")
 
 
 def overridden(
     config: PretrainedConfig, given: Mapping[str, Any], has_weights: bool, trust_remote_code: bool = False
 ) -> PretrainedConfig:
-    """A copy of ``config`` with these values in that of its language model, checked by transformers as a file's are.
+    """Copy ``config`` with these values in the config of its language model, validated by transformers.
 
-    Rotary parameters keep the model's ``rope_theta``, and the length before scaling, unless they say another: where
-    these are left out transformers takes 10,000, and the new ``max_position_embeddings``, in silence.
+    Rotary parameters keep the model's ``rope_theta`` and original length unless the values set them: without them
+    transformers silently uses 10,000 and the new ``max_position_embeddings``.
 
     Raises:
-        ConfigError: A key that its class has not, a value that it refuses or that has no effect; a key that gives the
-            weights other names or shapes, if it ``has_weights``.
+        ConfigError: The config class lacks a key, refuses a value, or ignores it; or with ``has_weights`` a key changes
+            names or shapes of weights.
     """
     text: Any = config.get_text_config()
     known = {*type(text)().to_dict(), *text.attribute_map} - _NOT_HERE
@@ -44,16 +44,16 @@ def overridden(
     for key in given:
         near = difflib.get_close_matches(key, known, n=1)
         fix = f"write {near[0]}" if near else "leave it out"
-        fix = "write it into rope_parameters, beside rope_type" if has_rope and key in ROPE_OF_A_MODEL else fix
+        fix = "write it into rope_parameters, next to rope_type" if has_rope and key in ROPE_OF_A_MODEL else fix
         allowed = f"keys of {type(text).__name__}: {', '.join(sorted(known))}"
         fits = key in known or (has_rope and key == "rope_scaling" and "rope_parameters" not in given)
-        require(fits, f"{_FIELD}.{key}", "a key that cannot be given here", allowed, fix)
+        require(fits, f"{_FIELD}.{key}", "a key that cannot be overridden", allowed, fix)
     names = {**text.attribute_map, "rope_scaling": "rope_parameters"}
     values = {names.get(key, key): copy.deepcopy(value) for key, value in given.items()}
     if "rope_parameters" in values:
         values["rope_parameters"] = _rope(text, values["rope_parameters"])
     own, before = text.to_dict(), text.to_dict()
-    own.pop("layer_types", None)  # which follow from others, or not
+    own.pop("layer_types", None)  # in some models they are derived from other keys
     result = copy.deepcopy(config)
     with reading(str(given), _FIELD, "correct that value"):
         if getattr(type(text).from_dict(copy.deepcopy(own)), "layer_types", None) != before.get("layer_types"):
@@ -68,25 +68,25 @@ def overridden(
         tensors = _tensors(result, trust_remote_code)
     for key, value in values.items():
         live, is_share = getattr(new, key, None), "drop" not in key or not value or 0 <= value < 1
-        allowed = "0 to 1, without 1" if live == value else f"what has an effect: transformers makes {live} of it"
+        allowed = "0 to 1, without 1" if live == value else f"a value with an effect: transformers changes it to {live}"
         require(_contains(live, value) and is_share, f"{_FIELD}.{key}", value, allowed)
     if has_weights:
         stored = _tensors(config, trust_remote_code)
         changed = sorted(name for name in stored | tensors if stored.get(name) != tensors.get(name))
-        got = f"{given}, with which weights have another name, shape or meaning, such as {', '.join(changed[:1])}"
+        got = f"{given}, which changes names, shapes or meaning of weights, such as {', '.join(changed[:1])}"
         fix = "for random init name a config .json with these values"
-        require(not changed, _FIELD, got, "what leaves the weights that are read as they are", fix)
+        require(not changed, _FIELD, got, "keys that do not change the stored weights", fix)
     return result
 
 
 def check_overrides(saved: Mapping[str, Any] | None, now: Mapping[str, Any] | None, checkpoint: Any) -> None:
-    """Refuse overrides that make another model than ``saved`` ones; those of training (dropout, routers) may change.
+    """Refuse overrides that give a different model than ``saved``; training options (dropout, routers) may change.
 
-    None is saved where nobody knows, as in imported checkpoints.
+    ``saved`` is None if the overrides are unknown, as in imported checkpoints.
     """
     one, other = ({k: v for k, v in (each or {}).items() if not _OF_TRAINING.search(k)} for each in (saved, now))
-    allowed = f"{one or 'null'}, as in {checkpoint}: it is a part of the model"
-    require(saved is None or one == other, _FIELD, other or "null", allowed, "set the same, or begin a new run")
+    allowed = f"{one or 'null'}, as in {checkpoint}: overrides are part of the model"
+    require(saved is None or one == other, _FIELD, other or "null", allowed, "set the same, or start a new run")
 
 
 def _rope(text: Any, given: Any) -> dict[str, Any]:
@@ -115,7 +115,7 @@ def _filled(text: Any, own: Mapping[str, Any], given: Mapping[str, Any]) -> dict
 
 @contextlib.contextmanager
 def _warnings_raised() -> Iterator[None]:
-    """Raise what transformers warns of where it looks at rotary parameters, except for what may be meant."""
+    """Raise transformers' warnings about rotary parameters as errors, except those that may be intended."""
     said: list[str] = []
     logger, handler = logging.getLogger("transformers.modeling_rope_utils"), logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]

@@ -1,8 +1,8 @@
-"""Packed batches: what each attention backend wants of them, and whether their samples see each other.
+"""Packed batches: model inputs for each attention backend, and a check that samples do not see each other.
 
-Eager, SDPA and FlexAttention of transformers see from ``position_ids`` alone, without an attention mask, where samples
-begin. FlashAttention, and SDPA sample by sample, get all packs as one row and the borders between the sequences, and
-pairs of completions as such a row too: see :func:`pairs_in_one_row`.
+Eager, SDPA and FlexAttention of transformers infer from ``position_ids`` where samples start, without an attention
+mask. FlashAttention and SDPA sample by sample get all packs as one row with the boundaries of the sequences. Pairs of
+completions use such a row too: see :func:`pairs_in_one_row`.
 
 Shapes: B packs, T tokens of each, N samples of all packs, L tokens of each, D hidden size.
 """
@@ -21,20 +21,20 @@ from lit_fsdp.models.attention import BY_SAMPLE
 from lit_fsdp.models.context import mixes_by_attention
 from lit_fsdp.models.loss import IGNORED, NUM_TARGETS, ONE_ROW, next_targets, owner_of_head
 
-# what a model, or its loss, may get of a batch
+# batch keys that a model or its loss may get
 INPUTS = ("input_ids", "attention_mask", "labels", "position_ids", NUM_TARGETS)
 _BY_BORDERS = ("flash_attention", BY_SAMPLE)
 
 
 def model_inputs(batch: Mapping[str, Any], attn_implementation: str) -> dict[str, Any]:
-    """What the model gets of a batch: its :data:`INPUTS`.
+    """Select the model inputs of a batch: its :data:`INPUTS`.
 
-    Of packs under FlashAttention, all of shape (1, B * T), beside ``cu_seq_lens_q`` and ``cu_seq_lens_k`` int32
-    (N + 1,), ``max_length_q`` and ``max_length_k`` as plain numbers; under SDPA sample by sample ``sample_lengths``,
-    N plain numbers, too. Under SDPA the mask of rows that are padded on the right, as ours are, is called ``padding``:
-    no token sees what comes after it, so that attention needs none.
+    For packs with FlashAttention they have shape (1, B * T) and come with ``cu_seq_lens_q`` and ``cu_seq_lens_k`` int32
+    (N + 1,), and ``max_length_q`` and ``max_length_k`` as ints; with SDPA sample by sample also with
+    ``sample_lengths``, N ints. With SDPA the mask of right-padded rows, as our batches are, is renamed ``padding``:
+    no token attends to later ones, so attention needs no mask.
 
-    Of pairs in one row what the model gets is the item :data:`~lit_fsdp.models.loss.ONE_ROW`, beside the padded rows.
+    For pairs in one row the model gets the item :data:`~lit_fsdp.models.loss.ONE_ROW` instead of the padded rows.
     """
     inputs = {name: value for name, value in batch.items() if name in INPUTS}
     if "counts" in batch and "attention_mask" in inputs and attn_implementation.startswith("sdpa"):
@@ -55,10 +55,10 @@ def model_inputs(batch: Mapping[str, Any], attn_implementation: str) -> dict[str
 
 
 def rows_of_pairs(model: Any, attn_implementation: str) -> tuple[str, ...]:
-    """How pairs may be laid out for ``model``, the best first: ``shared`` | ``whole``, in one row, and ``padded``.
+    """List possible layouts of pairs for ``model``, best first: ``shared`` | ``whole``, in one row, and ``padded``.
 
-    A prompt is shared only where attention alone mixes tokens, as far as the configuration tells, with nothing that
-    would differ between two copies of a prompt, and where no router's loss counts it once or twice.
+    A prompt is shared only if, according to the configuration, only attention mixes tokens, nothing (such as dropout)
+    differs between two copies of a prompt, and no router loss depends on the number of copies.
     """
     if not attn_implementation.startswith(_BY_BORDERS):
         return ("padded",)
@@ -69,9 +69,9 @@ def rows_of_pairs(model: Any, attn_implementation: str) -> tuple[str, ...]:
 
 
 def one_row(batch: Mapping[str, Any], begins_B: torch.Tensor | None = None) -> dict[str, Any]:
-    """All samples of a batch in one row, as :data:`~lit_fsdp.models.loss.ONE_ROW`; of a padded one best on the host.
+    """Join all samples of a batch in one row, as :data:`~lit_fsdp.models.loss.ONE_ROW`; best called on the host.
 
-    Of a padded batch those of a row from position ``begins_B`` on, by default all.
+    From a padded batch it takes the tokens of each row from position ``begins_B`` on, by default all.
     """
     ids_BT = batch["input_ids"]
     if "cu_seq_lens" in batch:
@@ -96,11 +96,11 @@ def one_row(batch: Mapping[str, Any], begins_B: torch.Tensor | None = None) -> d
 
 
 def pairs_in_one_row(batch: Mapping[str, Any], shares: bool) -> dict[str, Any]:
-    """A padded batch of pairs, on the host, with all samples in one row as :data:`~lit_fsdp.models.loss.ONE_ROW`.
+    """Join all samples of a padded batch of pairs, on the host, as :data:`~lit_fsdp.models.loss.ONE_ROW`.
 
-    The chosen samples come one after another, then the rejected ones. With ``shares`` a rejected sample is without the
-    tokens that its chosen one begins with too and after which neither has a target, and goes on from there:
-    ``shared_lengths`` are their numbers. ``counts`` are then of what is computed.
+    The chosen samples come first, then the rejected ones. With ``shares`` a rejected sample omits the leading tokens
+    that it has in common with its chosen sample and that precede any target, and continues from them;
+    ``shared_lengths`` are their numbers. ``counts`` then describe the tokens that are computed.
     """
     ids_BT, mask_BT = batch["input_ids"], batch["attention_mask"].bool()
     num_pairs, ends_B = len(ids_BT) // 2, mask_BT.sum(dim=1)
@@ -121,7 +121,7 @@ def pairs_in_one_row(batch: Mapping[str, Any], shares: bool) -> dict[str, Any]:
 
 
 def last_hidden_states(model: nn.Module, batch: Mapping[str, Any], attn_implementation: str) -> torch.Tensor:
-    """What the head of the model, which is called as a whole, sees, (B, T, D), without a graph."""
+    """Call the model as a whole and return the inputs of its head, (B, T, D), without a graph."""
     inputs = {
         name: value
         for name, value in model_inputs(batch, attn_implementation).items()
@@ -138,24 +138,24 @@ def last_hidden_states(model: nn.Module, batch: Mapping[str, Any], attn_implemen
     return seen[-1].detach().reshape(*batch["input_ids"].shape, -1)
 
 
-_NUM_SAMPLES, _LENGTH = 4, 16  # of the proof: as few as show everything that tells samples apart
-_SHARED = 7  # tokens of the prompts that pairs share there
+_NUM_SAMPLES, _LENGTH = 4, 16  # of the proof: the minimum that covers every neighbor relation
+_SHARED = 7  # tokens of the shared prompts in the proof
 
 
 @dataclass(frozen=True)
 class Isolation:
-    """What samples of a pack do to each other; ‖Δ‖ / ‖h‖ of the last hidden states of a sample, the largest."""
+    """Influence of the samples of a pack on each other: largest ‖Δ‖ / ‖h‖ of a sample's last hidden states."""
 
     change: float
-    """While its neighbors got other tokens; 0 if all are bit-equal."""
+    """When its neighbors got other tokens; 0 if all are bit-equal."""
     moved: float
-    """When it changed places with its neighbor."""
+    """When it swapped positions with its neighbor."""
     is_blind: bool
-    """Whether a sample with other tokens had the same states, so that nothing would have been noticed."""
+    """Whether a sample with other tokens had the same states, so that the check could not detect anything."""
 
 
 def proof_batch(ids_NL: torch.Tensor) -> dict[str, Any]:
-    """Samples of equal length as packs of two, or a single one."""
+    """Samples of equal length as packs of two, or a single sample."""
     n, length = ids_NL.shape
     positions_L = torch.arange(length, device=ids_NL.device)
     return {
@@ -168,7 +168,7 @@ def proof_batch(ids_NL: torch.Tensor) -> dict[str, Any]:
 
 
 def _sharing_batch(ids_NL: torch.Tensor) -> dict[str, Any]:
-    """Two chosen samples and two rejected ones as a row in which prompts are shared."""
+    """Two chosen and two rejected samples in one row with shared prompts."""
     labels_NL = ids_NL.clone()
     labels_NL[:, : _SHARED + 1] = IGNORED
     padded = {"input_ids": ids_NL, "labels": labels_NL, "attention_mask": torch.ones_like(ids_NL)}
@@ -179,17 +179,17 @@ def _sharing_batch(ids_NL: torch.Tensor) -> dict[str, Any]:
 def measure_isolation(
     states: Callable[[Mapping[str, Any]], torch.Tensor], ids: torch.Tensor, shares: bool = False
 ) -> Isolation:
-    """Look at what changes in a sample when its neighbors do, in four forward passes of 64 tokens each.
+    """Measure how a sample changes when its neighbors change, in four forward passes of 64 tokens each.
 
-    Every second sample gets other tokens, then the others, so that each neighbor on each side is changed once.
-    ``states`` gives last hidden states (B, T, D) of a packed batch; ``ids``, of any shape, are some of training.
+    First every second sample gets other tokens, then the remaining ones, so that each neighbor changes once.
+    ``states`` computes last hidden states (B, T, D) of a packed batch; ``ids``, of any shape, are training tokens.
 
-    With ``shares`` the samples are two pairs that share their prompts, of which one side gets another completion. Those
-    that have changed places are then whole, so that the change says what sharing does, too.
+    With ``shares`` the samples are two pairs with shared prompts, and one side of each pair gets another completion.
+    The swapped samples are then not shared, so that ``moved`` also measures the effect of sharing.
     """
     num_ids = _NUM_SAMPLES * _LENGTH
     ids_NL = ids.flatten().repeat(-(-num_ids // ids.numel()))[:num_ids].reshape(_NUM_SAMPLES, _LENGTH)
-    # not the next id: those that follow each other may be tokens just added, whose embeddings are all the same
+    # not the next id: adjacent ids may be newly added tokens, whose embeddings are all equal
     known = ids_NL.unique()
     shifted = (torch.searchsorted(known, ids_NL) + len(known) // 2) % len(known)
     other_NL = known[shifted] if len(known) > 1 else torch.where(ids_NL > 0, ids_NL - 1, ids_NL + 1)

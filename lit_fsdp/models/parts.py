@@ -1,4 +1,4 @@
-"""Batches of which each rank of a context group computes a part, and for which models that is known to be the same."""
+"""Split batches over the ranks of a context group, and check which models support it."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from lit_fsdp.models.packing import model_inputs, one_row
 
 
 class RowParts(ContextGroup):
-    """A context group that cuts the batches of its ranks, which are the same; ``strategy.context``."""
+    """A context group that splits batches, which are equal on all its ranks; ``strategy.context``."""
 
     def cut(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """A batch with this rank's part of its row as :data:`~lit_fsdp.models.loss.ONE_ROW`; best on the host.
+        """Add this rank's part of the row as :data:`~lit_fsdp.models.loss.ONE_ROW`; best called on the host.
 
-        The row is filled up with a sample without targets until it can be cut. ``counts`` are the batch's on the first
-        rank and zeros on others, so that sums over ranks count each token once.
+        The row is padded with a sample without targets until it divides evenly. ``counts`` are those of the batch on
+        the first rank and zeros on others, so that sums over ranks count each token once.
         """
         row = one_row(batch)
         num = row["input_ids"].shape[1]
@@ -32,7 +32,7 @@ class RowParts(ContextGroup):
             positions = torch.arange(more, device=device)[None]
             row["position_ids"] = torch.cat([row["position_ids"], positions], dim=1)
             row["input_ids"] = F.pad(row["input_ids"], (0, more))
-            row["taken"] = F.pad(row["taken"], (0, more), value=-1)  # the end of a row, which has no target
+            row["taken"] = F.pad(row["taken"], (0, more), value=-1)  # the last position of a row has no target
             row |= {"cu_seq_lens": last, "sample_lengths": (*row["sample_lengths"], more)}
             row["longest"] = max(row["longest"], 1 << (more - 1).bit_length())
         own = self.parts(num + more)[self.rank]
@@ -47,11 +47,11 @@ class RowParts(ContextGroup):
         return found
 
     def inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """What a model of transformers in the sharded module takes of this rank's part of padded or packed rows.
+        """Inputs of a transformers model in the sharded module for this rank's part of padded or packed rows.
 
         ``batch`` has ``input_ids`` and ``labels`` (B, T), and ``attention_mask`` or, as our packs, ``position_ids``,
-        ``cu_seq_lens`` and ``longest``. Beside the inputs comes ``targets`` (1, N / n), the token that each position
-        predicts, of the same sample; -100 where there is none. The loss of a row is the sum over all ranks.
+        ``cu_seq_lens`` and ``longest``. The result also has ``targets`` (1, N / n), the token of the same sample that
+        each position predicts, or -100. The loss of a row is the sum over all ranks.
         """
         row = model_inputs(self.cut(batch), BY_SAMPLE)[ONE_ROW]
         taken_N, _ = row.pop("taken"), row.pop("num_tokens")
@@ -59,24 +59,24 @@ class RowParts(ContextGroup):
 
 
 def context_method(model: Any, config: ContextConfig, path: str) -> str:
-    """``ulysses`` or ``all_gather`` for a model, whose attention is SDPA sample by sample.
+    """Choose ``ulysses`` or ``all_gather`` for a model that uses SDPA sample by sample.
 
     Raises:
         ConfigError: The model mixes positions elsewhere, or the degree does not divide its heads.
     """
     kind, backend = model.config.model_type, model.config._attn_implementation
-    given, allowed = f"{config.degree} for {kind}", "a model in which attention alone mixes positions, by SDPA"
+    given, allowed = f"{config.degree} for {kind}", "a model in which only attention mixes positions, with SDPA"
     fits = mixes_by_attention(model)
-    require(fits, path, f"{given}, which has layers of another kind", allowed, "drop context_parallel")
-    fix = "drop context_parallel, and model.attn_implementation if it is given"
+    require(fits, path, f"{given}, which has other kinds of layers", allowed, "drop context_parallel")
+    fix = "drop context_parallel, and model.attn_implementation if it is set"
     require(backend == BY_SAMPLE, path, f"{given} with attention {backend}", allowed, fix)
     text = model.config.get_text_config()
     knows = not getattr(text, "output_router_logits", False) or balance_of(owner_of_head(model))
-    require(knows, path, f"{given}, with a router's loss of its own", "output_router_logits: false")
+    require(knows, path, f"{given}, with its own router loss", "output_router_logits: false")
     heads, degree = text.num_attention_heads, config.degree
     if config.method == "ulysses":
         degrees = " | ".join(str(d) for d in range(1, heads + 1) if heads % d == 0)
-        given, fix = f"ulysses over {degree} ranks, with {heads} heads", "or method: all_gather, which takes any"
+        given, fix = f"ulysses over {degree} ranks, with {heads} heads", "or method: all_gather, for any degree"
         require(heads % degree == 0, path, given, f"degree: {degrees}", fix)
     if config.method != "auto":
         return config.method

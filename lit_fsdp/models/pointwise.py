@@ -1,7 +1,7 @@
-"""RMS norms and SiLU-gated activations as one autograd function each, which saves its inputs and no intermediate.
+"""RMS norms and SiLU-gated activations as one autograd function each, which saves only its inputs.
 
-transformers writes them as three to seven operations, each of which saves tensors for the backward pass. Modules stay
-as they are; without gradients, and under ``torch.compile``, they run transformers' own code.
+transformers implements them as three to seven operations, each of which saves tensors for the backward pass. Modules
+do not change; without gradients and under ``torch.compile`` they run transformers' code.
 
 Shapes: N rows, D features.
 """
@@ -27,13 +27,13 @@ def apply_single_functions(model: nn.Module) -> None:
     """Replace the forward pass of RMS norms and SiLU-gated feed-forward layers, in place."""
     for module in model.modules():
         if type(module).__name__.endswith("RMSNorm") and (kind := _kind(module)) is not None:
-            module.forward = functools.partial(_norm, module, kind)  # which copies and pickles take along
+            module.forward = functools.partial(_norm, module, kind)  # unlike a closure, it survives copies and pickles
         elif _is_gated(module):
             module.forward = functools.partial(_feed_forward, module)
 
 
 def _kind(norm: Any) -> tuple[float, int, bool] | None:
-    """``eps``, ``plus`` and ``casts_first`` of :func:`_normed` for a norm on meta; None if it is of another kind."""
+    """``eps``, ``plus`` and ``casts_first`` of :func:`_normed` for a norm on meta; None if it computes otherwise."""
     names = [name for name, _ in norm.named_parameters()]
     if names != ["weight"] or norm.weight.ndim != 1 or not any(hasattr(norm, name) for name in _EPSILONS):
         return None
@@ -76,10 +76,10 @@ def _feed_forward(module: Any, x: torch.Tensor) -> torch.Tensor:
 def _normed(
     x_ND: torch.Tensor, weight_D: torch.Tensor, eps: float, plus: int, casts_first: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The output of a norm, in the dtype that transformers gives it, and the inverse root mean squares, (N, 1).
+    """The output of a norm, in the same dtype as transformers, and the inverse root mean squares, (N, 1).
 
-    With ``casts_first`` the result is cast back to the dtype of ``x_ND`` before it is multiplied by the weight, else
-    after that; ``plus`` is added to the weight.
+    With ``casts_first`` the result is cast back to the dtype of ``x_ND`` before the multiplication by the weight, else
+    after it; ``plus`` is added to the weight.
     """
     x32_ND = x_ND.float()
     scale_N1 = x32_ND.square().mean(-1, keepdim=True).add_(eps).rsqrt_()

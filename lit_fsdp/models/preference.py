@@ -1,11 +1,11 @@
-"""The loss of pairs of completions, of which one is preferred: DPO, IPO, ORPO and SimPO.
+"""Preference losses for pairs of a chosen and a rejected completion: DPO, IPO, ORPO and SimPO.
 
-A batch has the chosen completions first and the rejected ones after them, each behind its prompt, as rows of their own.
+A batch has first the rows of chosen completions, then those of rejected ones, each with its prompt.
 
-Shapes: P pairs, B = 2 P rows, T tokens, N tokens that the loss looks at.
+Shapes: P pairs, B = 2 P rows, T tokens, N tokens in the loss.
 
 Sources: DPO arXiv:2305.18290 (label smoothing: Mitchell, "A note on DPO with noisy preferences", 2023); IPO
-arXiv:2310.12036, eq. 17, of means over tokens as its authors meant it (https://github.com/huggingface/trl/pull/1265);
+arXiv:2310.12036, eq. 17, on means over tokens as its authors intended (https://github.com/huggingface/trl/pull/1265);
 ORPO arXiv:2403.07691; SimPO arXiv:2405.14734.
 """
 
@@ -35,8 +35,8 @@ PAIR_COUNTS = (
     *("pairs", "loss", "rewards/chosen", "rewards/rejected", "rewards/accuracies", "logps/chosen", "logps/rejected"),
     "nll_loss",
 )
-"""Their number, and sums over them. A reward is beta times the log-probability of a completion beyond the reference's,
-or times its mean per token where there is no reference (ORPO, SimPO); ``nll_loss`` is what ORPO adds."""
+"""Number of pairs, and sums over pairs. A reward is beta times the log-probability of a completion minus the
+reference's, or times its mean per token without a reference (ORPO, SimPO); ``nll_loss`` is the term that ORPO adds."""
 
 
 def pair_metrics(sums: torch.Tensor, config: PreferenceConfig) -> dict[str, torch.Tensor]:
@@ -54,23 +54,23 @@ def preference_forward(
     plan: LossPlan,
     reference_2P: torch.Tensor | None = None,
 ) -> tuple[TokenLoss, torch.Tensor]:
-    """The loss of ``model``, called once as a whole, summed over the pairs of a batch, and what is logged of them.
+    """Compute the loss of ``model``, called once as a whole, summed over the pairs of a batch, and sums to log.
 
-    The latter are fp64 sums in the order of :data:`PAIR_COUNTS`. Pairs without supervised tokens, which fill a batch,
-    count for nothing.
+    The latter are fp64 sums in the order of :data:`PAIR_COUNTS`. Pairs without supervised tokens are filler and not
+    counted.
     """
     completion_BT = next_targets(batch)
     is_pair_P = (completion_BT != IGNORED).any(dim=1).view(2, -1).all(dim=0)
     targets_BT = completion_BT
-    if config.loss == "orpo":  # its likelihood is of prompt and answer
-        batch = {name: value for name, value in batch.items() if name != NUM_TARGETS}  # of other targets
+    if config.loss == "orpo":  # its likelihood covers prompt and answer
+        batch = {name: value for name, value in batch.items() if name != NUM_TARGETS}  # counted for other targets
         mask = batch.get("padding", batch.get("attention_mask", torch.ones_like(batch["input_ids"]))).bool()
         every_BT = next_targets({"labels": batch["input_ids"].masked_fill(~mask, IGNORED)})
         targets_BT = torch.cat([every_BT.chunk(2)[0], completion_BT.chunk(2)[1]])
     nll_N, _, correct_N, router = token_losses(model, batch, targets_BT, plan, each=True)
     here_BT, context = targets_here(batch, targets_BT), context_of(batch)
     nll_BT = by_position(nll_N, here_BT)
-    # a filler's are any numbers: to leave it out by an index, the host would wait for the device
+    # values of fillers are arbitrary; they are masked, because indexing would synchronize with the device
     logps_2P = -nll_BT.masked_fill(completion_BT == IGNORED, 0).sum(dim=1).view(2, -1)
     nll_P = nll_BT.chunk(2)[0].sum(dim=1)
     if context is not None:
@@ -97,9 +97,9 @@ def pair_losses(
     counts_2P: torch.Tensor,
     reference_2P: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The loss of each pair, (P,), and the rewards of both completions, (2, P), which say what the model prefers.
+    """The loss of each pair, (P,), and the rewards of both completions, (2, P), which show the model's preference.
 
-    ``logps_2P`` are their summed log-probabilities, ``reference_2P`` the same under the reference.
+    ``logps_2P`` are their summed log-probabilities, ``reference_2P`` those under the reference.
     """
     scores_2P = logps_2P / counts_2P if reference_2P is None else logps_2P - reference_2P
     rewards_2P = config.beta * scores_2P
@@ -116,9 +116,9 @@ def pair_losses(
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Inside, the model is its base: peft's layers pass their adapters by."""
+    """Disable peft's adapters inside the context, so that the model is its base."""
     layers = [module for module in model.modules() if hasattr(module, "_disable_adapters")]
-    # not enable_adapters(False): it also freezes the adapters, which a sharded unit must not see change
+    # not enable_adapters(False): it also freezes the adapters, and requires_grad must not change in a sharded unit
     for layer in layers:
         layer._disable_adapters = True  # type: ignore[assignment]
     try:
@@ -130,7 +130,7 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Inside, nothing of the model drops anything out."""
+    """Put the model in eval mode inside the context."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:

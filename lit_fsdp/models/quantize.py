@@ -1,7 +1,7 @@
-"""A base in NF4 under adapters (QLoRA): bitsandbytes' 4-bit layers on meta, and their weights as they are read.
+"""A base in NF4 under adapters (QLoRA): bitsandbytes' 4-bit layers on meta, whose weights are packed while read.
 
-Four weights are packed into each number of a ``(n, 1)`` tensor in bf16, which is sharded like any other parameter. What
-turns them back into weights, one scale per block of 64, stays whole on every rank.
+Four weights are packed into each element of a ``(n, 1)`` tensor in bf16, which is sharded like any other parameter. The
+scales, one per block of 64, are not sharded.
 
 Source: QLoRA, arXiv:2305.14314.
 """
@@ -25,13 +25,13 @@ _NF4 = {"quant_type": "nf4", "quant_storage": _STORED}
 
 
 def apply_nf4(model: PreTrainedModel, keep: Collection[str], double_quantization: bool) -> None:
-    """Replace the linear layers of ``model``, which is on meta, by 4-bit ones in place, before it gets adapters.
+    """Replace the linear layers of ``model``, which is on meta, by 4-bit layers in place, before it gets adapters.
 
-    The head stays as it is, and ``keep``: names of modules, or their ends, that are trained whole.
+    The head is not replaced, nor are modules in ``keep``: names, or ends of names, of fully trained modules.
     """
     library = _bitsandbytes()
     linears = {n: m for n, m in linear_layers(model).items() if not any(f".{kept}." in f".{n}." for kept in keep)}
-    given = f"nf4 for {type(model).__name__}, which has no linear layer but the head"
+    given = f"nf4 for {type(model).__name__}, which has no linear layer except the head"
     require(linears, "model.lora.quantize", given, "a model with linear layers", "drop quantize")
     options = {"compress_statistics": double_quantization, **_NF4}
     for name, linear in linears.items():
@@ -42,17 +42,17 @@ def apply_nf4(model: PreTrainedModel, keep: Collection[str], double_quantization
         layer.bias = linear.bias
         layer.double_quantization = double_quantization
         layer.quantization_bytes = _bytes_of_scales(numel, double_quantization)
-        # It would turn the gathered weight round in its own memory for the first evaluation on such a CPU.
+        # Otherwise bitsandbytes repacks the gathered weight in place for the first evaluation on such a CPU.
         layer.support_avx512bf16_for_cpu = False
         model.set_submodule(name, layer)
     chosen_by: Any = model
-    chosen_by.is_loaded_in_4bit = True  # of peft, for its adapters
+    chosen_by.is_loaded_in_4bit = True  # peft chooses its adapter class by this
 
 
 class PackedExperts(nn.Module):
     """A fused expert tensor in NF4, a submodule under the parameter's name.
 
-    It is never called; :mod:`lit_fsdp.models.experts` multiplies by what it unpacks.
+    It is never called; :mod:`lit_fsdp.models.experts` multiplies by the unpacked weights.
     """
 
     def __init__(self, shape: torch.Size, double_quantization: bool) -> None:
@@ -69,7 +69,7 @@ class PackedExperts(nn.Module):
 
 
 def pack_experts(owners: Mapping[str, nn.Module], double_quantization: bool) -> None:
-    """Replace fused expert parameters, given by name with the module that owns them, in place and on meta."""
+    """Replace fused expert parameters, given by name with their owning module, in place and on meta."""
     for name, owner in owners.items():
         own = name.rpartition(".")[2]
         shape = owner._parameters.pop(own).shape  # type: ignore[union-attr]
@@ -77,19 +77,19 @@ def pack_experts(owners: Mapping[str, nn.Module], double_quantization: bool) -> 
 
 
 def _bytes_of_scales(numel: int, double: bool) -> int:
-    """That of doubly quantized scales is one code book for all layers."""
+    """Bytes of a layer's scales; the code book of doubly quantized scales is shared by all layers and not counted."""
     blocks, code_book, mean = math.ceil(numel / _BLOCK), 16 * 4, 4
     return (blocks + math.ceil(blocks / 256) * 4 + mean if double else blocks * 4) + code_book
 
 
 def linear_layers(model: PreTrainedModel) -> dict[str, nn.Linear]:
-    """The linear layers of a plain model by name, but the head."""
+    """The linear layers of a plain model by name, except the head."""
     head = model.get_output_embeddings()
     return {n: m for n, m in model.named_modules() if type(m) is nn.Linear and m is not head}
 
 
 def pack(weight: torch.Tensor, layer: Any, device: torch.device) -> torch.Tensor:
-    """The packed weight of a layer, of all of ``weight`` in the dtype of its file; the layer gets what unpacks it.
+    """Pack the whole ``weight``, in the dtype of its file, and set the layer's ``quant_state`` for unpacking.
 
     The same weight gives the same bits on the same kind of ``device``, where ``quant_state`` stays.
     """
@@ -98,7 +98,7 @@ def pack(weight: torch.Tensor, layer: Any, device: torch.device) -> torch.Tensor
 
 
 def rounded(weight: torch.Tensor, double_quantization: bool) -> torch.Tensor:
-    """What a quantized layer computes with in place of ``weight``, which is on the CPU, in its dtype."""
+    """Round ``weight`` (on the CPU) to the values that a quantized layer uses, in the same dtype."""
     return _bitsandbytes().functional.dequantize_4bit(*_quantized(weight, double_quantization))
 
 
@@ -107,13 +107,13 @@ def _quantized(weight: torch.Tensor, double: bool) -> Any:
 
 
 def as_loaded(compute_dtype: torch.dtype, double_quantization: bool) -> BitsAndBytesConfig:
-    """How ``from_pretrained`` makes the same layers of the same weights."""
+    """The config with which ``from_pretrained`` builds the same layers from the same weights."""
     kind = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": double_quantization}
     return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=compute_dtype, **kind)
 
 
 def is_nf4(layer: Any) -> bool:
-    """Whether a layer is one of those that :func:`apply_nf4` makes, and no more than that."""
+    """Whether a layer has exactly the class that :func:`apply_nf4` creates."""
     return hasattr(layer, "quant_state") and type(layer) is _layer_class()
 
 
@@ -128,7 +128,7 @@ def unpacked(packed: torch.Tensor, quant_state: Any) -> torch.Tensor:
 
 
 def give_shapes(layer: Any, dtype: torch.dtype) -> None:
-    """Tell a layer how its weight is unpacked, in tensors that have no values, where nothing is read."""
+    """Give a layer a quantization state without values, for models that are planned but not loaded."""
     numel = layer.in_features * layer.out_features
     scales = torch.empty(math.ceil(numel / _BLOCK))
     shape = getattr(layer, "shape", torch.Size((layer.out_features, layer.in_features)))
@@ -141,13 +141,13 @@ def give_shapes(layer: Any, dtype: torch.dtype) -> None:
         return multiply(x.to(dtype), layer.weight, bias, layer.quant_state)
 
     forward.only_has_shapes = True  # type: ignore[attr-defined]
-    layer.forward = forward  # its own makes a Params4bit of what was gathered, which a tensor without values refuses
+    layer.forward = forward  # its own builds a Params4bit from the gathered weight, which fails without values
 
 
 @functools.cache
 def _layer_class() -> Any:
     class NF4Linear(_bitsandbytes().nn.Linear4bit):  # type: ignore[misc]
-        """``Linear4bit`` with no tensors in its state but its parameters, whether it has been called or not."""
+        """``Linear4bit`` whose state dict holds only its parameters, before and after the first call."""
 
         def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
             nn.Module._save_to_state_dict(self, destination, prefix, keep_vars)

@@ -1,4 +1,4 @@
-"""From what the recipe names to a config, a folder of weights and a tokenizer."""
+"""Resolve a recipe's model name to a config, a folder of weights and a tokenizer."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ from lit_fsdp.models.weights import (
 
 _log = logging.getLogger(__name__)
 _FIELD = "model.name"
-_CHUNK_ROWS = 8192  # of which a sum is made at a time, in fp64
+_CHUNK_ROWS = 8192  # rows summed at a time, in fp64
 
 
 def resolve_model(config: ModelConfig, with_weights: bool = True) -> ModelSource:
-    """Find what ``config`` names, converting it once if it cannot be read shard by shard as it is.
+    """Find the model that ``config`` names, and convert it once if it cannot be read shard by shard.
 
-    Safe to call in every process: conversions happen in one, the others wait. A miniature never asks the hub and
-    reads no weights. Without ``with_weights`` nothing large is fetched or converted, and the result has none.
+    Safe to call in every process: one process converts, the others wait. A miniature never contacts the hub and
+    reads no weights. Without ``with_weights`` no weights are downloaded or converted, and the result has none.
 
     Raises:
-        ConfigError: Nothing usable is there.
+        ConfigError: No usable model was found.
         CheckpointError: Files are damaged, lack tensors, or cannot be converted.
     """
     name: Any = config.name
@@ -67,12 +67,12 @@ def resolve_model(config: ModelConfig, with_weights: bool = True) -> ModelSource
 
 
 def resolve_architecture(config: ModelConfig) -> PretrainedConfig:
-    """The architecture that ``config`` names; no weights are looked for, let alone read."""
+    """The architecture that ``config`` names, without its weights."""
     return resolve_model(config, with_weights=False).hf_config
 
 
 def prepare_model(config: ModelConfig) -> dict[str, str | None]:
-    """Bring all that a run needs of a model into the caches of this node; names and shapes of tensors are compared."""
+    """Download all files that a run needs of a model to this node's caches, and check names and shapes of tensors."""
     source = resolve_model(config)
     open_weights(source, build_on_meta(source.hf_config, "eager", config.trust_remote_code), 0)
     load_tokenizer(source, config)
@@ -81,7 +81,7 @@ def prepare_model(config: ModelConfig) -> dict[str, str | None]:
 
 
 def _find(name: Any, config: ModelConfig, with_weights: bool) -> tuple[PretrainedConfig, Path | None]:
-    """The config that ``name`` stands for, and the folder of its weights, if it has any and they are wanted."""
+    """The config of model ``name``, and the folder of its weights if it has any and ``with_weights`` is set."""
     if isinstance(name, Mapping):
         return _config_of(name, _FIELD), None
     path = Path(name).expanduser()
@@ -101,18 +101,18 @@ def _find(name: Any, config: ModelConfig, with_weights: bool) -> tuple[Pretraine
         shipped = None if with_weights else shipped_config(name, exact=not config.miniature)
         if shipped is not None:
             return _config_of(shipped, name), None
-        allowed = "a model whose config is at hand: a folder, a config .json, or one that ships in configs/model"
+        allowed = "a model with a local config: a folder, a config .json, or a config that ships in configs/model"
         fix = "download its config.json and name that file"
         require(not config.miniature, _FIELD, f"{name} with miniature: true", allowed, fix)
         folder = fetch(name, "model" if with_weights else "config", config.trust_remote_code)
     if (folder / "adapter_config.json").is_file():
         base = json.loads((folder / "adapter_config.json").read_bytes()).get("base_model_name_or_path")
         fix = (
-            f"name its base ({base or 'not noted there'}) and go on from its checkpoint with --ckpt_path (lit-fsdp ckpt"
-            " import makes one of the folder); or merge the two: lit-fsdp export --merge of that checkpoint, or peft's"
-            " merge_and_unload"
+            f"name its base ({base or 'not recorded'}) and resume from its checkpoint with --ckpt_path (lit-fsdp ckpt"
+            " import converts the folder to one); or merge the two: lit-fsdp export --merge of that checkpoint, or"
+            " peft's merge_and_unload"
         )
-        raise ConfigError(_FIELD, f"{folder}, which holds an adapter", "a whole model", fix)
+        raise ConfigError(_FIELD, f"{folder}, which contains an adapter", "a whole model", fix)
     fix = (
         "name a Hugging Face model folder (of a training checkpoint, export it first); for a model with its own code"
         " set trust_remote_code: true, after you have read that code"
@@ -123,7 +123,7 @@ def _find(name: Any, config: ModelConfig, with_weights: bool) -> tuple[Pretraine
         values = PretrainedConfig.get_config_dict(folder)[0]
     _keep_rope(found, values, str(folder / "config.json"))
     packed, fix = values.get("quantization_config"), "start from the model's bf16 or fp32 version"
-    if packed and packed.get("quant_method") == "mxfp4":  # which is unpacked as it is read
+    if packed and packed.get("quant_method") == "mxfp4":  # unpacked while reading
         del found.quantization_config
         packed = None
     require(not packed, _FIELD, f"{folder}, which is quantized", "weights that can be trained, or in MXFP4", fix)
@@ -131,7 +131,7 @@ def _find(name: Any, config: ModelConfig, with_weights: bool) -> tuple[Pretraine
 
 
 def _readable(folder: Path, hf_config: PretrainedConfig, trust_remote_code: bool) -> Path:
-    """``folder``, or the one that it has been converted to if names or shapes are not the model's."""
+    """``folder``, or the result of its conversion if names or shapes do not match the model."""
     if tensors := stored_tensors(folder):
         match = match_names(build_on_meta(hf_config, "eager", trust_remote_code), tensors)
         refuse_quantized(folder, match.unexpected)
@@ -139,7 +139,7 @@ def _readable(folder: Path, hf_config: PretrainedConfig, trust_remote_code: bool
             return folder
     else:
         allowed = "model.safetensors or its index, or .bin files, beside config.json"
-        fix = f"for random init name {folder / 'config.json'}; to fetch all of it: lit-fsdp model prepare --name NAME"
+        fix = f"for random init name {folder / 'config.json'}; to download weights: lit-fsdp model prepare --name NAME"
         require(any(folder.glob("pytorch_model*.bin")), _FIELD, f"{folder}, without weights", allowed, fix)
     return convert(folder, trust_remote_code)
 
@@ -153,7 +153,7 @@ def _miniature(full: PretrainedConfig, config: ModelConfig) -> ModelSource:
     sizes = (small.model_type, small.num_hidden_layers, small.hidden_size)
     _log.info("miniature: model.name: %s of %s layers, hidden size %s, random init", *sizes)
     if tokenizer is None:
-        text = "miniature: model.tokenizer: %s → %d byte-level tokens made here"
+        text = "miniature: model.tokenizer: %s → generated, %d byte-level tokens"
         _log.info(text, config.tokenizer or "the model's", len(loaded))
     return ModelSource(small, None, tokenizer)
 
@@ -167,12 +167,12 @@ def _config_of(values: Mapping[str, Any], where: str) -> PretrainedConfig:
 
 
 def _keep_rope(config: PretrainedConfig, values: Mapping[str, Any], where: str) -> None:
-    """Keep, in place, what ``rope_parameters`` says of a model when ``rope_scaling`` is added, as model cards tell.
+    """Keep the model's ``rope_parameters``, in place, when ``rope_scaling`` is added, as model cards recommend.
 
-    transformers takes one mapping for the other: ``rope_theta`` becomes the default of the architecture, in silence.
+    transformers replaces one mapping by the other: ``rope_theta`` silently becomes the default of the architecture.
 
     Raises:
-        ConfigError: The scaling is of no kind, or has no effect beside parameters for each kind of layer.
+        ConfigError: The scaling has no type, or has no effect next to parameters for each layer type.
     """
     for name, part in values.items():
         if isinstance(part, Mapping) and isinstance(inner := getattr(config, name, None), PretrainedConfig):
@@ -180,7 +180,7 @@ def _keep_rope(config: PretrainedConfig, values: Mapping[str, Any], where: str) 
     saved, added = values.get("rope_parameters"), values.get("rope_scaling")
     live = getattr(config, "rope_parameters", None)
     own, theta = (saved or {}).get("rope_theta"), values.get("rope_theta")
-    given = f"{where} with rope_theta {theta} beside rope_parameters of {own}"
+    given = f"{where} with rope_theta {theta} and rope_parameters with {own}"
     fits = added or None in (own, theta) or own == theta
     require(fits, _FIELD, given, "one theta", "write rope_theta into rope_parameters, and drop the other")
     if not (saved and added and isinstance(live, dict)):
@@ -190,35 +190,35 @@ def _keep_rope(config: PretrainedConfig, values: Mapping[str, Any], where: str) 
     wanted = {**{key: value for key, value in added.items() if key != "type"}, "rope_type": kind}.items()
     layers = [live] if was_flat else [one for one in live.values() if isinstance(one, Mapping)]
     has_effect = kind and is_flat and any(wanted <= layer.items() for layer in layers)
-    given = f"{where} with rope_scaling {added} beside rope_parameters, where transformers does not take it as it is"
-    allowed = "one mapping with rope_type, rope_theta and the scaling, for each kind of layer that has its own"
+    given = f"{where} with rope_scaling {added} and rope_parameters, which transformers does not combine"
+    allowed = "one mapping with rope_type, rope_theta and the scaling, for each layer type that has its own"
     require(has_effect, _FIELD, given, allowed, "write the scaling into rope_parameters, and drop rope_scaling")
     lost = {key: saved[key] for key in ROPE_OF_A_MODEL if key in saved and key not in {**values, **added}}
     if lost and was_flat:
         config.rope_parameters.update(lost)
-        _log.warning("%s: rope_scaling replaces rope_parameters, of which %s is kept", where, lost)
+        _log.warning("%s: rope_scaling replaces rope_parameters, except for %s", where, lost)
 
 
 def _text_part(hf_config: PretrainedConfig) -> PretrainedConfig:
-    """The config of the language model inside of one that also sees, where it is known to work without the rest.
+    """The config of the language model in a vision-language model, if it is known to work on its own.
 
     On the hub Gemma 3 4B and larger are ``gemma3``, and transformers builds their vision tower too for a causal LM.
-    Rows of text never reach it. What is saved and exported is the text model.
+    Text never uses it. Only the text model is saved and exported.
     """
     text = hf_config.get_text_config()
     if hf_config.model_type != "gemma3" or text.model_type != "gemma3_text":
         return hf_config
     text.architectures = ["Gemma3ForCausalLM"]
-    _log.info("model.name: gemma3 sees images too: its text part is used alone (gemma3_text)")
+    _log.info("model.name: gemma3 has a vision tower: using only its text model (gemma3_text)")
     return text
 
 
 def _with_added_tokens(source: ModelSource, config: ModelConfig) -> ModelSource:
-    """``source`` with a vocabulary that has a row for each token of ``model.add_tokens``; itself if none is named.
+    """``source`` with a vocabulary row for each token of ``model.add_tokens``; unchanged if there are none.
 
-    Embedding and head are written once more, in fp32, to the cache, with the mean of the old rows in each new one: old
-    logits stay as they were, and a new token starts less likely than the average of the old ones, where random values
-    would make some the most likely of all. Rows beyond the tokenizer's tokens (a padded vocabulary) are used first.
+    Embedding and head are written to the cache again, in fp32, with the mean of the old rows in each new row: old
+    logits do not change, and a new token starts less likely than the average old token, while random values would make
+    some new tokens the most likely of all. Unused rows of a padded vocabulary are used first.
 
     Source: https://nlp.stanford.edu/~johnhew/vocab-expansion.html (Hewitt, 2021).
     """
@@ -231,7 +231,7 @@ def _with_added_tokens(source: ModelSource, config: ModelConfig) -> ModelSource:
     unnamed = [token for token in numbers if numbers[token] >= num_stored and token not in config.add_tokens]
     foreign = [token for token in unnamed if token not in tokenizer.added_tokens_encoder]
     given = f"{len(unnamed)} tokens beyond the {num_stored} embeddings, which add_tokens does not name ({unnamed[:5]})"
-    allowed = "the tokenizer that belongs to the model: only added tokens may be without an embedding"
+    allowed = "the tokenizer that belongs to the model: only added tokens may lack an embedding"
     require(not foreign, "model.tokenizer", given, allowed)
     num_rows = max(num_stored, 1 + max(numbers[token] for token in config.add_tokens))
     ids = sorted({numbers[token] for token in fresh} | set(range(num_stored, num_rows)))
@@ -249,7 +249,7 @@ def _with_added_tokens(source: ModelSource, config: ModelConfig) -> ModelSource:
 
 
 def _written_overlay(stored: Collection[Stored], num_rows: int, ids: list[int], num_used: int) -> Path:
-    """The folder with these tensors grown to ``num_rows``, where the rows ``ids`` are the mean of the first ones."""
+    """The folder with these tensors grown to ``num_rows``; rows ``ids`` are the mean of the first ``num_used`` rows."""
     key = files_key([one.file for one in stored], sorted(one.name for one in stored), num_rows, ids, num_used)
 
     def make(folder: Path) -> None:
@@ -261,5 +261,5 @@ def _written_overlay(stored: Collection[Stored], num_rows: int, ids: list[int], 
             grown[ids] = (sums / num_used).float()
             save_file({one.name: grown}, folder / f"{number}.safetensors")
 
-    text = f"adding {len(ids)} rows to embedding and head, which start at the mean of the others"
+    text = f"adding {len(ids)} rows to embedding and head, initialized to the mean of the others"
     return make_once(cache_root() / "models" / f"tokens-{key}", make, text)

@@ -1,4 +1,4 @@
-"""Tokenizers: the model's own, and a tiny one made in memory for trying recipes out."""
+"""Tokenizers: the model's own, and a tiny one generated in memory to try recipes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CHATML_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-"""ChatML with the assistant's words and its end mark as the part that is supervised."""
+"""ChatML; the assistant's content and its end token are supervised."""
 
 _MERGED = (
     *(" the", " of", " and", " to", " in", " is", " you", " for", " that", " it", " with", " as", " are", " this"),
@@ -35,13 +35,13 @@ _MERGED = (
 
 
 def load_tokenizer(source: ModelSource, config: ModelConfig) -> PreTrainedTokenizerBase:
-    """The tokenizer that goes with a model, with the tokens of ``model.add_tokens`` and a pad token.
+    """Load the tokenizer of a model, with the tokens of ``model.add_tokens`` and a pad token.
 
-    Without one of its own it pads with its end of text: labels are masked by position, never by token. Added tokens
-    may be without an embedding, as Gemma 3's for images: rows that hold one are refused.
+    If it has no pad token, its end of text is used: labels are masked by position, never by token. Added tokens may
+    lack an embedding, like Gemma 3's image tokens: rows that contain such a token are refused.
 
     Raises:
-        ConfigError: It is not there, cannot be read or padded with, or has other tokens without an embedding.
+        ConfigError: It is missing, cannot be read, has no token to pad with, or other tokens lack an embedding.
     """
     name, field = source.tokenizer_source, "model.tokenizer"
     label = name or "the miniature's tokenizer"
@@ -49,26 +49,26 @@ def load_tokenizer(source: ModelSource, config: ModelConfig) -> PreTrainedTokeni
     tokenizer = read_tokenizer(name, config.trust_remote_code) if name else miniature_tokenizer()
     if config.add_tokens:
         fresh = add_special_tokens(tokenizer, config.add_tokens)
-        _log.info("model.add_tokens: new in %s: %s", label, " ".join(fresh) or "none, as it has them all")
+        _log.info("model.add_tokens: new in %s: %s", label, " ".join(fresh) or "none, all tokens exist")
     if tokenizer.pad_token is None:
         require(tokenizer.eos_token, field, label, "a tokenizer with an eos or pad token")
         _log.info("%s has no pad token: padding with %s", label, tokenizer.eos_token)
         tokenizer.pad_token = tokenizer.eos_token
     numbers, limit = tokenizer.get_vocab(), source.num_embeddings
     beyond = sorted((token for token in numbers if numbers[token] >= limit), key=numbers.__getitem__)
-    allowed = f"at most the {limit} embeddings of the model, but for added tokens"
+    allowed = f"at most the {limit} embeddings of the model, except for added tokens"
     given, fix = f"{label} with {len(tokenizer)} tokens", "name the tokenizer that belongs to the model"
     require(tokenizer.added_tokens_encoder.keys() >= {*beyond}, field, given, allowed, fix)
     if beyond:
-        text = "%s: tokens without an embedding in the model, so a row that holds one is refused: %s"
+        text = "%s: tokens without an embedding in the model; rows that contain them are refused: %s"
         _log.warning(text, label, ", ".join(beyond[:5]) + (", …" if beyond[5:] else ""))
     return tokenizer
 
 
 def add_special_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]) -> list[str]:
-    """Make ``tokens`` special tokens of a tokenizer, in place: never split, and left out of decoded text.
+    """Make ``tokens`` special tokens of a tokenizer, in place: never split, and skipped in decoded text.
 
-    Gives those that have a new number; pieces of text that were in the vocabulary keep theirs.
+    Returns the tokens with a new id; tokens that were in the vocabulary keep their ids.
     """
     vocabulary = tokenizer.get_vocab()
     marked = [AddedToken(t, special=True, normalized=False) for t in tokens if t not in tokenizer.added_tokens_encoder]
@@ -77,18 +77,18 @@ def add_special_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]
 
 
 def pad_id(tokenizer: PreTrainedTokenizerBase, num_embeddings: int | None = None) -> int:
-    """The number put where a batch has no token; nothing is supervised there and nothing looks, so any will do."""
+    """The token id for padding; padded positions are neither supervised nor attended to, so any id works."""
     known = (number for number in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if number is not None)
     return next(number for number in known if num_embeddings is None or number < num_embeddings)
 
 
 def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The special token that its chat template writes after what the assistant says; None if it writes none."""
+    """Id of the special token that the chat template writes after the assistant's content; None without one."""
     word = "qzx0xzq"
     conversation = [{"role": "user", "content": "a"}, {"role": "assistant", "content": word}]
     try:
         text = str(tokenizer.apply_chat_template(conversation, tokenize=False))
-    except Exception:  # Jinja's errors, whatever a template raises, and ValueError where there is none
+    except Exception:  # Jinja's errors, any error a template raises, and ValueError without a template
         return None
     after = text.partition(word)[2].lstrip()
     special = {str(token): int(number) for token, number in tokenizer.added_tokens_encoder.items() if token}
@@ -126,7 +126,7 @@ def miniature_tokenizer() -> PreTrainedTokenizerBase:
 
 
 def read_tokenizer(name: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder, GGUF file or hub repository as it is there."""
+    """Load the unmodified tokenizer of a folder, GGUF file or hub repository."""
     path, field = Path(name).expanduser(), "model.tokenizer"
     if not path.exists():
         path = fetch(name, "tokenizer", trust_remote_code)
@@ -134,12 +134,12 @@ def read_tokenizer(name: str, trust_remote_code: bool) -> PreTrainedTokenizerBas
         if path.is_file():
             return _gguf_tokenizer(path)
     found = [file for pattern in TOKENIZER_FILES for file in path.glob(pattern)]
-    # else transformers may make an empty tokenizer up from config.json
+    # else transformers may create an empty tokenizer from config.json
     require(found, field, f"{path}, without tokenizer files", "a folder with tokenizer.json, or a hub name")
     with reading(path, field):
         try:
             return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-        except ImportError:  # of Mistral models: mistral-common, if it stands there without its dependencies
+        except ImportError:  # Mistral models: mistral-common is installed without its dependencies
             return PreTrainedTokenizerFast.from_pretrained(path)
 
 
@@ -147,21 +147,21 @@ _ENDS = ("bos_token_id", "eos_token_id")
 
 
 def _gguf_tokenizer(file: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a GGUF file with what transformers drops: the context length, and that SmolLM splits digits.
+    """The tokenizer of a GGUF file with details that transformers drops: context length and SmolLM's digit splitting.
 
-    Not through AutoTokenizer, which takes every llama for Code Llama, with its special tokens.
+    Not through AutoTokenizer, which treats every llama as Code Llama, with its special tokens.
     """
     from gguf import GGUFReader
 
     tokenizer = PreTrainedTokenizerFast.from_pretrained(file.parent, gguf_file=file.name)
     fields = GGUFReader(file).fields
     if "tokenizer.ggml.pre" in fields and fields["tokenizer.ggml.pre"].contents() == "smollm":
-        digits = pre_tokenizers.Digits(individual_digits=True)  # before spaces are joined to what follows them
+        digits = pre_tokenizers.Digits(individual_digits=True)  # before spaces are joined to the next word
         byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
     held = {name: fields[f"tokenizer.ggml.{name}"].contents() for name in _ENDS if f"tokenizer.ggml.{name}" in fields}
     if any(getattr(tokenizer, name) != value for name, value in held.items()):
-        # transformers < 5.18 swaps these two, and adds neither: delete when the minimum is 5.18
+        # transformers < 5.18 swaps both ids and drops add_bos_token: delete when the minimum is 5.18
         for name, value in held.items():
             setattr(tokenizer, name, value)
         adds = fields.get("tokenizer.ggml.add_bos_token")

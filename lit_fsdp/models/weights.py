@@ -1,6 +1,6 @@
-"""Where the tensors of a model come from, read one at a time and only as many rows as asked for.
+"""Read the tensors of a model one at a time, and only the requested rows.
 
-A folder of safetensors files is held against the model once, by names and shapes; what no file holds is initialized.
+A folder of safetensors files is matched with the model once, by names and shapes; missing tensors are initialized.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from lit_fsdp.errors import CheckpointError, require
 _log = logging.getLogger(__name__)
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
-_EXPERT_PARTS = {  # what a tensor of all experts is made of where each is stored by itself, joined in dim 0
+_EXPERT_PARTS = {  # names of separately stored expert weights that form one tensor of all experts, joined in dim 0
     "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
     "down_proj": (("down_proj",), ("w2",)),
 }
 
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
-# a part of the name of a tensor that no plain model has: bitsandbytes, GPTQ, AWQ, MXFP4, fp8, HQQ, torchao and others
+# tensor names of quantized models only: bitsandbytes, GPTQ, AWQ, MXFP4, fp8, HQQ, torchao and others
 _QUANTIZED = re.compile(
     r"\.(quant_state\.|absmax|nested_absmax|quant_map|SCB$|g_idx$|qweight$|qzeros$|W_q$|codes$|codebooks$|scales$)"
     r"|_(blocks|scales)$|\.((weight|input|output)_scale(s|_inv)?|weight_(zero_point|packed|shape|global_scale))$"
@@ -43,36 +43,36 @@ _QUANTIZED = re.compile(
 
 @dataclass(frozen=True)
 class ModelSource:
-    """What a model name has been resolved to; nothing large has been read yet."""
+    """A resolved model name; no weights have been read yet."""
 
     hf_config: PretrainedConfig
     weights_folder: Path | None
-    """Folder of safetensors files whose names and shapes fit, or None for random initialization."""
+    """Folder of safetensors files whose names and shapes match, or None for random initialization."""
     tokenizer_source: str | None
     """Folder or hub name of the tokenizer; None with a miniature means the generated one."""
     hub_name: str | None = None
-    """What model cards name as their base model."""
+    """Hub name, for the base model of model cards."""
     base: str | None = None
-    """Hub name or folder, which adapters name so that peft finds their base; None with random init."""
+    """Hub name or folder that adapters record so that peft finds their base; None with random init."""
     overlay: Path | None = None
-    """Folder of the tensors to be taken instead of those in ``weights_folder``: grown by ``model.add_tokens``."""
+    """Folder of tensors that replace those in ``weights_folder``: embedding and head grown by ``model.add_tokens``."""
 
     @property
     def num_embeddings(self) -> int:
-        """Token ids that the model takes; a tokenizer may have more."""
+        """Number of token ids that the model accepts; a tokenizer may have more."""
         return int(self.hf_config.get_text_config().vocab_size)
 
 
 class Stored(NamedTuple):
-    """Where a tensor lies, and its shape there."""
+    """File, name and shape of a stored tensor."""
 
     file: Path
     name: str
     shape: tuple[int, ...]
 
     def read(self, rows: slice | None = None) -> torch.Tensor:
-        """The tensor or its ``rows`` in dim 0, on the CPU, in the dtype of the file."""
-        try:  # open, copy, close: the mapping of the file, which counts as this process's memory, goes at once
+        """Read the tensor or its ``rows`` in dim 0, on the CPU, in the dtype of the file."""
+        try:  # open, copy, close: the mapped file counts as this process's memory until it is closed
             with safe_open(self.file, framework="pt") as handle:
                 if rows is None:
                     return handle.get_tensor(self.name).clone()
@@ -82,19 +82,19 @@ class Stored(NamedTuple):
 
 
 class StoredExperts(NamedTuple):
-    """A tensor of all experts whose parts lie apart, as on the hub: ``experts.0.w1.weight`` and so on."""
+    """A tensor of all experts that is stored per expert, as on the hub: ``experts.0.w1.weight`` and so on."""
 
     parts: tuple[tuple[Stored, ...], ...]
-    """Of each expert, those that are joined in dim 0."""
+    """For each expert, the tensors to join in dim 0."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole: experts first."""
+        """Shape of the whole tensor: experts first."""
         first = self.parts[0]
         return (len(self.parts), sum(part.shape[0] for part in first), *first[0].shape[1:])
 
     def read(self, rows: slice | None = None) -> torch.Tensor:
-        """As :meth:`Stored.read`; of other experts than those in ``rows`` nothing is read."""
+        """Same as :meth:`Stored.read`; reads only the experts in ``rows``."""
         chosen = self.parts[rows or slice(None)]
         whole = self.parts[0][0].read(slice(0, 0)).new_empty(len(chosen), *self.shape[1:])
         for expert, parts in zip(whole, chosen, strict=True):
@@ -104,24 +104,24 @@ class StoredExperts(NamedTuple):
 
 
 class StoredMxfp4(NamedTuple):
-    """A tensor of all experts in MXFP4, as GPT-OSS is published: 32 numbers of 4 bits share an exponent.
+    """A tensor of all experts in MXFP4, as published for GPT-OSS: 32 numbers of 4 bits share an exponent.
 
     Shapes: E experts, O outputs, I inputs. Source: OCP Microscaling Formats (MX), version 1.0.
     """
 
     blocks: Stored
-    """(E, O, I / 32, 16): two numbers in a byte, the first in its lower half."""
+    """(E, O, I / 32, 16): two numbers per byte, the first in the lower half."""
     exponents: Stored
     """(E, O, I / 32), above -127."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """(E, I, O), of the whole in the model."""
+        """(E, I, O), the shape in the model."""
         experts, outputs, blocks = self.exponents.shape
         return experts, 32 * blocks, outputs
 
     def read(self, rows: slice | None = None) -> torch.Tensor:
-        """As :meth:`Stored.read`, in bf16, which is exact; experts are unpacked one at a time."""
+        """Same as :meth:`Stored.read`, in bf16, which is exact; experts are unpacked one at a time."""
         chosen = range(self.shape[0])[rows or slice(None)]
         whole = torch.empty(len(chosen), *self.shape[1:], dtype=torch.bfloat16)
         for expert, number in zip(whole, chosen, strict=True):
@@ -136,7 +136,7 @@ _Readable = Stored | StoredExperts | StoredMxfp4
 
 
 class Match(NamedTuple):
-    """A model held against a folder: what is ``found`` by the model's names, tied ones all with the one stored.
+    """Result of matching a model with a folder: ``found`` maps the model's names to stored tensors, tied names to one.
 
     ``missing`` are names of the model, ``unexpected`` names in the folder, ``misshapen`` lines of text.
     """
@@ -148,12 +148,12 @@ class Match(NamedTuple):
 
 
 class Weights:
-    """Where every parameter and buffer of a model comes from; made by :func:`open_weights`.
+    """Reads or initializes every parameter and buffer of a model; created by :func:`open_weights`.
 
-    What no file holds is initialized, the same for every order, number of ranks and sharding: ``_init_weights`` of
-    transformers is called on one module with real tensors in a copy of the model that is else on meta, with random
-    values by the seed and the module's name. Some models initialize a child from its parent (GPT-2 scales the output
-    projections from the attention block), so the module's ancestors get their turn too, nearest first.
+    Tensors without a file are initialized independently of order, number of ranks and sharding: ``_init_weights`` of
+    transformers is called on one module with real tensors, in a copy of the model that is otherwise on meta, seeded by
+    the seed and the module's name. Some models initialize a child from its parent (GPT-2 scales the output projections
+    from the attention block), so it is also called on the module's ancestors, nearest first.
     """
 
     def __init__(self, model: PreTrainedModel, seed: int, stored: dict[str, _Readable]) -> None:
@@ -162,22 +162,22 @@ class Weights:
         self._modules = dict(copy.deepcopy(model).named_modules(remove_duplicate=False))
 
     def read(self, module_name: str, module: nn.Module, attribute: str, rows: slice | None = None) -> torch.Tensor:
-        """As :meth:`read_named`, of the parameter or buffer ``attribute`` of the module of that name."""
+        """Same as :meth:`read_named`, for the parameter or buffer ``attribute`` of module ``module_name``."""
         return self.read_named(f"{module_name}.{attribute}".removeprefix("."), rows)
 
     def read_named(self, name: str, rows: slice | None = None) -> torch.Tensor:
-        """A parameter or buffer, or only its ``rows`` in dim 0; no others are read from a file.
+        """Read a parameter or buffer, or only its ``rows`` in dim 0.
 
-        It is on the CPU and owns its memory: in the file's dtype if it comes from one, else in the model's.
+        The result is on the CPU and owns its memory. It has the dtype of the file, or of the model if initialized.
 
         Raises:
-            CheckpointError: The file has been cut short, or the model's code does not initialize what no file holds.
+            CheckpointError: The file is truncated, or the model's code does not initialize a tensor without a file.
         """
         if name in self._stored:
             return self._stored[name].read(rows)
         value = self._initialized(self._first_owner.get(name, name))
         if value.is_floating_point() and value.isnan().any():
-            text = "the model's code (_init_weights) leaves it uninitialized, and no file holds it"
+            text = "the model's code (_init_weights) does not initialize it, and no file contains it"
             raise CheckpointError(f"{name}: {text}")
         return value if rows is None else value[rows].clone()
 
@@ -210,20 +210,20 @@ class Weights:
             module._parameters, module._buffers = kept
 
     def _nearest_model(self, name: str) -> PreTrainedModel:
-        """At or above ``name``: its ``_init_weights`` is the one that counts."""
+        """The model at or above ``name``, whose ``_init_weights`` applies."""
         while not isinstance(module := self._modules[name], PreTrainedModel):
             name = name.rpartition(".")[0]
         return module
 
 
 def _blank(tensor: torch.Tensor) -> torch.Tensor:
-    """A CPU tensor of the same (unsharded) shape, filled with not-a-number so that a gap in the code shows."""
+    """A CPU tensor of the same (unsharded) shape, filled with NaN to detect missing initialization."""
     return torch.full(tensor.shape, float("nan") if tensor.is_floating_point() else 0, dtype=tensor.dtype)
 
 
 @contextmanager
 def seeded(seed: int, name: str) -> Iterator[None]:
-    """Seed the CPU generator from (seed, name) and put its state back; accelerators are left alone."""
+    """Seed the CPU generator from (seed, name) and restore its state afterwards; accelerators are not affected."""
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=6).digest()
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(int.from_bytes(digest, "big"))
@@ -231,7 +231,7 @@ def seeded(seed: int, name: str) -> Iterator[None]:
 
 
 def open_weights(source: ModelSource, model: PreTrainedModel, seed: int) -> Weights:
-    """The weights of ``source`` for ``model`` (on meta, not yet wrapped), held against each other by names and shapes.
+    """Open the weights of ``source`` for ``model`` (on meta, not yet wrapped), after matching names and shapes.
 
     Raises:
         CheckpointError: Tensors are missing in the folder or have other shapes, or a file is damaged.
@@ -253,7 +253,7 @@ def open_weights(source: ModelSource, model: PreTrainedModel, seed: int) -> Weig
 
 
 def stored_tensors(folder: Path) -> dict[str, Stored]:
-    """Every tensor of a safetensors model folder, as :func:`headers_of` its files; none if it holds no such model."""
+    """All tensors of a safetensors model folder, from :func:`headers_of` its files; empty without such files."""
     if (folder / _SINGLE).is_file():
         return headers_of([folder / _SINGLE])
     if not (folder / _INDEX).is_file():
@@ -263,27 +263,27 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
 
 
 def headers_of(files: Iterable[Path]) -> dict[str, Stored]:
-    """Every tensor of safetensors files by its name; only headers are read.
+    """All tensors of safetensors files by name; only headers are read.
 
     Raises:
-        CheckpointError: A file is missing, damaged or cut short.
+        CheckpointError: A file is missing, damaged or truncated.
     """
     tensors: dict[str, Stored] = {}
     for file in files:
         try:
             with safe_open(file, framework="pt") as handle:
-                for name in handle.keys():  # noqa: SIM118 - safe_open is no mapping
+                for name in handle.keys():  # noqa: SIM118 - safe_open is not a mapping
                     tensors[name] = Stored(file, name, tuple(handle.get_slice(name).get_shape()))
         except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{file}: not a whole safetensors file ({error}); fetch the model again") from error
+            raise CheckpointError(f"{file}: not a valid safetensors file ({error}); download it again") from error
     return tensors
 
 
 def match_names(model: PreTrainedModel, tensors: dict[str, Stored]) -> Match:
-    """Hold ``model`` (any device) against the tensors of a folder.
+    """Match ``model`` (any device) with the tensors of a folder.
 
-    A name in the folder may lack the model's base prefix (``h.0.…`` for ``transformer.h.0.…``) or carry one that the
-    model lacks; a tied parameter may be stored under any of its names, and experts each by themselves.
+    A name in the folder may lack the model's base prefix (``h.0.…`` for ``transformer.h.0.…``) or have one that the
+    model lacks. A tied parameter may be stored under any of its names, and experts may be stored separately.
     """
     found: dict[str, _Readable] = {}
     used: set[str] = set()
@@ -301,7 +301,7 @@ def match_names(model: PreTrainedModel, tensors: dict[str, Stored]) -> Match:
         if names[0] not in found and (experts := _experts(model, names[0], shapes[names[0]], tensors)):
             used |= {part.name for parts in experts.parts for part in parts}
             found[names[0]] = experts
-    # transformers drops these without a word: they are computed, not trained
+    # transformers silently drops these: they are computed, not trained
     dropped = [r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", *(model._keys_to_ignore_on_load_unexpected or ())]
     surplus = (name for name in tensors if name not in used)
     wrong = [(name, stored.shape, shapes[name]) for name, stored in found.items() if stored.shape != shapes[name]]
@@ -314,17 +314,17 @@ def match_names(model: PreTrainedModel, tensors: dict[str, Stored]) -> Match:
 
 
 def refuse_quantized(source: Path, unexpected: Iterable[str]) -> None:
-    """Refuse weights that are quantized, whatever config.json says, by the names of tensors that the model lacks."""
+    """Refuse quantized weights, whatever config.json says; they are detected by unexpected tensor names."""
     name = next((name for name in sorted(unexpected) if _QUANTIZED.search(name)), None)
     fix = "start from the model's bf16 or fp32 version; model.lora.quantize: nf4 quantizes it while it is read"
-    given = f"{source}, which is quantized: it holds {name}"
+    given = f"{source}, which is quantized: it contains {name}"
     require(name is None, "model.name", given, "weights that can be trained", fix)
 
 
 def _may_be_stored_as(model: PreTrainedModel, name: str) -> list[str]:
     prefix = f"{model.base_model_prefix}."
     same = [name, name.removeprefix(prefix), prefix + name]
-    if model.config.model_type == "gemma3_text":  # in a model that sees too: on the hub, and in memory
+    if model.config.model_type == "gemma3_text":  # names in the vision-language model: on the hub, and in memory
         same += [f"language_model.{name}", name.replace("model.", "model.language_model.", 1)]
     return [*same, *(one.replace(".mlp.", ".block_sparse_moe.") for one in same if ".mlp." in one)]  # Mixtral's files
 
@@ -342,7 +342,7 @@ def _experts(
 
 
 def tied_groups(model: nn.Module) -> list[list[str]]:
-    """Names of parameters and persistent buffers, those of one tensor together, in the order of the module tree."""
+    """Names of parameters and persistent buffers, grouped by tensor, in the order of the module tree."""
     groups: dict[int, list[str]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         groups.setdefault(id(tensor), []).append(name)
@@ -350,6 +350,6 @@ def tied_groups(model: nn.Module) -> list[list[str]]:
 
 
 def files_key(files: Iterable[Path], *more: object) -> str:
-    """A short hash of which files these are, when they were written, and of ``more``; names what is made of them."""
+    """A short hash of file paths, sizes, modification times and ``more``, as the cache key of derived files."""
     seen = sorted((str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in set(files))
     return hashlib.blake2b(repr((seen, more)).encode(), digest_size=8).hexdigest()

@@ -1,1 +1,1 @@
-"""How a model is spread over ranks: mesh, units, dtypes, loading, and the two engines."""
+"""Distribute a model over ranks: mesh, units, dtypes, loading, and the engines."""

@@ -1,6 +1,6 @@
-"""What a block does with its activations, the same way for all engines: kept, recomputed, moved to the host, compiled.
+"""Activation checkpointing, offload to the host and compilation of blocks, in the same way for all engines.
 
-The block's own ``forward`` is replaced: parameter names stay, and what is recomputed inside the engine's hooks repeats
+The block's ``forward`` is replaced: parameter names do not change, and recomputation inside the engine's hooks repeats
 no all-gather. From the outside in: host copies, ``torch.compile``, the checkpointed region, the model's forward.
 """
 
@@ -28,7 +28,7 @@ from lit_fsdp.models.attention import BY_SAMPLE, kept_by
 from lit_fsdp.parallel.tiles import apply_tiles
 from lit_fsdp.parallel.units import UnitPlan
 
-BACKEND = "inductor"  # of torch.compile; any name that it knows
+BACKEND = "inductor"  # any backend name of torch.compile
 # Which of these exist depends on the build of torch.
 _ATTENTION_OPS = """
 aten._scaled_dot_product_flash_attention aten._scaled_dot_product_flash_attention_for_cpu
@@ -36,16 +36,16 @@ aten._scaled_dot_product_efficient_attention aten._scaled_dot_product_cudnn_atte
 aten._scaled_dot_product_fused_attention_overrideable aten._flash_attention_forward aten._efficient_attention_forward
 torch_attn._varlen_attn higher_order.flex_attention
 """.split()
-# Matrix products and collectives, which selective keeps too.
+# Matrix products and collectives, which selective also keeps.
 _PRODUCT_OPS = """
 aten.mm aten.addmm aten.bmm aten.baddbmm aten._scaled_mm aten._grouped_mm aten._scaled_grouped_mm aten.convolution
 _c10d_functional.all_reduce _c10d_functional.reduce_scatter_tensor _c10d_functional.all_gather_into_tensor
 _c10d_functional.all_to_all_single
 """.split()
-# Before torch 2.15 what is kept passes host copies by, and stays on the device: delete when the minimum is 2.15.
+# Before torch 2.15 kept results are not offloaded and stay on the device: delete when the minimum is 2.15.
 _OFFLOADS_KEPT: Any = dict.fromkeys({"respect_saved_tensors_hooks"} & signature(checkpoint).parameters.keys(), True)
 
-_hosts: list[Any] = []  # what copies to the host, of the blocks that are under way
+_hosts: list[Any] = []  # offload contexts of the running blocks
 
 
 def prepare_blocks(
@@ -54,12 +54,12 @@ def prepare_blocks(
     compile: bool = False,
     path: str = "trainer.strategy.init_args.activation_checkpointing",
 ) -> None:
-    """Apply an activation checkpointing mode, offload and compilation to the blocks, in place of an earlier one.
+    """Apply an activation checkpointing mode, offload and compilation to the blocks, replacing earlier settings.
 
-    ``every_n`` recomputes blocks 0, n, 2n, ...: recomputing the last one would save nothing at the peak.
+    ``every_n`` recomputes blocks 0, n, 2n, ...: recomputing the last block would not lower the peak.
 
     Raises:
-        ConfigError: There shall be tiles, and no block has a feed-forward layer that can be cut.
+        ConfigError: Tiles are set, but no block has a feed-forward layer that can be tiled.
     """
     blocks, num_tiled = list(blocks), 0
     what: str = "no" if config.mode == "none" else config.mode
@@ -79,7 +79,7 @@ def prepare_blocks(
         if backend is not None:
             forward = torch.compile(forward, backend=backend)
         if config.offload_activations:
-            # pinned copies lose the strides that compiled code counts on
+            # pinned copies lose the strides that compiled code expects
             pin_memory = torch.accelerator.is_available() and backend is None
             forward, words = _offloaded(block, forward, pin_memory), f"{words}, offloaded"
         if forward is not original:
@@ -87,18 +87,18 @@ def prepare_blocks(
         if forward is not original or hasattr(block.forward, "_original"):
             block.forward = forward
     classes = ", ".join(sorted({type(child).__name__ for block in blocks for child in block.children()}))
-    given = f"{config.tiles}, and no block has a feed-forward layer that can be cut (its parts: {classes})"
-    allowed = "a model whose blocks have one of their own, named mlp or the like, that is no mixture of experts"
+    given = f"{config.tiles}, but no block has a feed-forward layer that can be tiled (submodules: {classes})"
+    allowed = "a model whose blocks have a feed-forward layer, named mlp or similar, without experts"
     require(num_tiled or not config.tiles, f"{path}.tiles", given, allowed, "drop tiles")
 
 
 def recomputes(block: nn.Module) -> str:
-    """What a block does in the backward pass: ``no``, ``full, 4 tiles``, ``selective``; with ``, offloaded``."""
+    """Recomputation mode of a block: ``no``, ``full, 4 tiles``, ``selective``; with ``, offloaded`` if applicable."""
     return getattr(block.forward, "_activations", "no")
 
 
 def recompute_by_unit(plan: UnitPlan) -> dict[str, str]:
-    """What each unit does again in the backward pass, by the block around it, or by blocks in it that are no units."""
+    """Recomputation mode of each unit, from the block around it or from blocks inside it that are not units."""
     around = {module: block for block in plan.blocks for module in block.modules()}
     found = {name: recomputes(around[m]) if m in around else "no" for name, m in plan.modules.items()}
     inside: Counter[tuple[str, str]] = Counter()
@@ -113,7 +113,7 @@ def _kept_ops(block: nn.Module, what: str) -> list[Any]:
     found = [getattr(getattr(torch.ops, space), op, None) for space, op in (name.split(".") for name in names)]
     kept = [getattr(op, "default", op) for op in found if op is not None]
     if any(getattr(module, "has_bias", False) is True for module in block.modules()):
-        # transformers adds the biases of experts (GPT-OSS) to these in place, and what is kept must not change
+        # transformers adds expert biases (GPT-OSS) to these results in place, and kept results must not change
         kept = [op for op in kept if op not in (torch.ops.aten._grouped_mm.default, torch.ops.aten.bmm.default)]
     return kept
 
@@ -129,12 +129,12 @@ def _in_training(block: nn.Module, forward: Callable[..., Any], changed: Callabl
 def _recomputed(block: nn.Module, forward: Callable[..., Any], what: str) -> Callable[..., Any]:
     keep = _kept_ops(block, what)
     attends = {getattr(getattr(m, "config", None), "_attn_implementation", None) for m in block.modules()} - {None}
-    has_ops = not attends or bool(attends & {"sdpa", BY_SAMPLE})  # others attend by operators that are not torch's
+    has_ops = not attends or bool(attends & {"sdpa", BY_SAMPLE})  # other backends do not use torch's operators
 
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
         options: dict[str, Any] = {}
         if what == "selective":
-            # put together here and not outside: the compiler must see the parts
+            # created here and not outside, because the compiler must see the parts
             contexts: Any = functools.partial(create_selective_checkpoint_contexts, list(keep))
             options = {"context_fn": contexts, **_OFFLOADS_KEPT}
         elif has_ops and not torch.compiler.is_compiling():
@@ -145,10 +145,10 @@ def _recomputed(block: nn.Module, forward: Callable[..., Any], what: str) -> Cal
 
 
 class _AttentionKept:
-    """The context of a recomputed region in both passes: attention's results of the first are those of the second.
+    """The context of a recomputed region in both passes, which reuses the results of attention.
 
-    Torch's own for chosen operators sees all of the region, which slows it down, and allows for one backward pass.
-    Where ``is_called`` by lit_fsdp's attention, this sees the operators of that alone.
+    torch's context for selected operators intercepts the whole region, which is slow, and supports one backward pass.
+    With ``is_called`` lit_fsdp's attention enters this context, so that it intercepts only attention's operators.
     """
 
     def __init__(self, ops: list[Any], is_called: bool) -> None:
@@ -197,13 +197,13 @@ class _Keeping(TorchDispatchMode):
 
 
 def _is_worth_keeping(op: Any, args: Any, kwargs: Any) -> bool:
-    """Whether rows are twice as long as all heads are wide: of shorter ones attention is cheap, for what it takes.
+    """Whether rows are at least twice as long as all heads are wide: shorter rows are cheap to recompute.
 
-    What draws random numbers is not: those after it are the same only if it is computed again.
+    Calls with dropout are not kept: later random numbers are reproduced only if they are computed again.
     """
     arguments = op._schema.arguments if hasattr(op, "_schema") else ()
     place = next((i for i, argument in enumerate(arguments) if argument.name == "dropout_p"), len(args))
-    query = args[0]  # (B, H, T, D), or (N, H, D) of samples side by side, the longest of which is the sixth argument
+    query = args[0]  # (B, H, T, D), or (N, H, D) for joined samples, where the sixth argument is the longest length
     num_tokens = query.shape[2] if query.dim() == 4 else args[5]
     drops = kwargs.get("dropout_p", args[place] if place < len(args) else 0)
     return not drops and num_tokens >= 2 * query.shape[1] * query.shape[-1]
@@ -222,14 +222,14 @@ def _offloaded(block: nn.Module, forward: Callable[..., Any], pin_memory: bool) 
 
 
 class _SaveOnHost(torch.autograd.graph.save_on_cpu):
-    """Torch's ``save_on_cpu`` that leaves parameters, which the engine frees and gathers by itself, where they are."""
+    """torch's ``save_on_cpu`` that does not copy parameters, because the engine frees and gathers them itself."""
 
     def __init__(self, block: nn.Module, pin_memory: bool) -> None:
         super().__init__(pin_memory=pin_memory)
         pack, unpack = self.pack_hook, self.unpack_hook
 
         def is_own(tensor: torch.Tensor) -> bool:
-            where = tensor.untyped_storage().data_ptr()  # units inside the block are gathered by now, or never
+            where = tensor.untyped_storage().data_ptr()  # units inside the block are gathered now, or never
             gathered = (p for p in block.parameters() if not isinstance(p, DTensor))
             return any(p.untyped_storage().data_ptr() == where for p in gathered)
 
@@ -238,7 +238,7 @@ class _SaveOnHost(torch.autograd.graph.save_on_cpu):
 
 
 def _within(budget: float) -> Callable[..., Any]:
-    """A backend under the budget, a global setting of torch that is read while a block is compiled."""
+    """A backend with a memory budget, which is a global torch setting that is read while a block is compiled."""
     import torch._functorch.config as functorch_config
     from torch._dynamo.backends.registry import lookup_backend
 
@@ -250,7 +250,7 @@ def _within(budget: float) -> Callable[..., Any]:
 
 
 def resolve_gradient_checkpointing(module: nn.Module, config: ActivationConfig, path: str) -> ActivationConfig:
-    """Switch transformers' own ``gradient_checkpointing`` off; it turns our ``none`` into ``full``."""
+    """Disable transformers' ``gradient_checkpointing``; if it was enabled, our mode ``none`` becomes ``full``."""
     flagged: list[Any] = [m for m in module.modules() if getattr(m, "gradient_checkpointing", False) is True]
     if not flagged:
         return config
@@ -258,6 +258,6 @@ def resolve_gradient_checkpointing(module: nn.Module, config: ActivationConfig, 
         child.gradient_checkpointing = False
     ours = dataclasses.replace(config, mode="full") if config.mode == "none" else config
     if dist.get_rank() == 0:
-        text = f"the model's own gradient_checkpointing is switched off, as {path} decides: {ours.mode}"
+        text = f"the model's gradient_checkpointing is disabled, because {path} applies: {ours.mode}"
         warnings.warn(text, stacklevel=2)
     return ours

@@ -1,4 +1,4 @@
-"""What must be the same on every rank: parameters, optimizers and schedules, and where loaders without a length end."""
+"""Check that parameters, optimizers and schedules agree on all ranks, and end loaders without a length together."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from lit_fsdp.parallel.units import clean_name
 
 _log = logging.getLogger(__name__)
 _END = object()
-_FIX = "make what depends on chance or on the rank on rank 0, and broadcast it (self.trainer.strategy.broadcast)"
+_FIX = "create random or rank-dependent values on rank 0, and broadcast them (self.trainer.strategy.broadcast)"
 
 
 def check_alike(what: str, found: Mapping[str, Any]) -> None:
-    """Refuse values, by name, that are not the same on all ranks; collective.
+    """Refuse named values that differ between ranks; collective.
 
     Raises:
         ConfigError: On every rank; it names the first value that differs, and the ranks.
@@ -33,7 +33,7 @@ def check_alike(what: str, found: Mapping[str, Any]) -> None:
     everyone = ranks.run(what, lambda: values)
     names = list(dict.fromkeys(name for one in everyone for name in one))
     different = [name for name in names if len({one.get(name) for one in everyone}) > 1]
-    if not different:  # the same in another order, as out of a set of words
+    if not different:  # same values in another order, such as from iterating over a set
         place = next(i for i, at in enumerate(zip(*everyone, strict=True)) if len({*at}) > 1)
         different, everyone = [f"{what}, name {place}"], [{f"{what}, name {place}": [*one][place]} for one in everyone]
     held: dict[str, list[str]] = {}
@@ -49,7 +49,7 @@ def _digest(values: Mapping[str, Any]) -> str:
 
 
 def tensors_of(module: nn.Module, is_whole: bool) -> dict[str, Any]:
-    """Dtype and ``requires_grad`` of parameters; while they are whole, shapes too, and the same of buffers."""
+    """Dtype and ``requires_grad`` of parameters; before sharding (``is_whole``) also shapes, and buffers."""
     named = [*module.named_parameters(), *(module.named_buffers() if is_whole else ())]
     found = {}
     for name, tensor in named:
@@ -60,14 +60,14 @@ def tensors_of(module: nn.Module, is_whole: bool) -> dict[str, Any]:
 
 
 def kinds_of(optimizers: Sequence[Any], schedulers: Sequence[Any]) -> dict[str, Any]:
-    """Classes of optimizers and schedulers, the number of groups, and when a schedule moves."""
+    """Classes of optimizers and schedulers, the number of groups, and when a schedule steps."""
     named = [f"{type(optimizer).__name__} of {len(optimizer.param_groups)} groups" for optimizer in optimizers]
     moved = [f"{type(one.scheduler).__name__} every {one.frequency} {one.interval}" for one in schedulers]
     return {"configure_optimizers (optimizers)": named, "configure_optimizers (schedulers)": moved}
 
 
 def options_of(optimizers: Sequence[Any], schedulers: Sequence[Any] = ()) -> dict[str, Any]:
-    """Options of all groups, which may hold other parameters, as ranks may leave out empty shards; and of schedules."""
+    """Options of schedules and of all groups, without parameters, because ranks may leave out empty shards."""
     found: dict[str, Any] = {}
     for index, optimizer in enumerate(optimizers):
         for number, group in enumerate(optimizer.param_groups):
@@ -80,32 +80,32 @@ def options_of(optimizers: Sequence[Any], schedulers: Sequence[Any] = ()) -> dic
 
 
 def _plain(value: Any) -> Any:
-    """Numbers and words; of anything else its class, as its text may hold an address."""
+    """Numbers and strings; for other objects the class, because their text may contain an address."""
     if isinstance(value, Mapping):
         return {key: _plain(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(one) for one in value]
-    if isinstance(value, torch.Tensor):  # one on an accelerator would be waited for in every step
+    if isinstance(value, torch.Tensor):  # reading it from an accelerator would synchronize in every step
         return "a tensor" if is_accelerator(value.device) else value.tolist()
     return value if isinstance(value, bool | int | float | str | None) else type(value).__name__
 
 
 def marks(optimizer: Any) -> list[int]:
-    """A short hash of the options of an optimizer and its square: their sums over ranks tell whether all are equal."""
+    """A short hash of an optimizer's options and its square: their sums over ranks show whether all are equal."""
     mark = int(_digest(options_of([optimizer]))[:4], 16)
     return [mark, mark**2]
 
 
 def are_alike(mark: float, square: float, ranks: int) -> bool:
-    """Whether the marks that these are the sums of are equal, by their variance; exact for up to 2**10 ranks."""
+    """Whether all marks are equal, from the variance of their sums; exact for up to 2**10 ranks."""
     return ranks * square == mark**2
 
 
 def ending_together(loader: Any, group: dist.ProcessGroup | None, device: torch.device) -> Any:
-    """The same loader, of no length, but for the loops, where it ends on all ranks once it has ended on one.
+    """Wrap a loader without a length so that it ends on all ranks as soon as it ends on one rank.
 
-    ``group``, of tensors on ``device``, is one of the hosts if they have one: then no device is waited for. Attributes
-    and state stay those of ``loader`` itself.
+    ``group`` communicates tensors on ``device``; a group of the hosts avoids synchronizing with the device. Attributes
+    and state remain those of ``loader``.
     """
     said = False
 
@@ -118,14 +118,14 @@ def ending_together(loader: Any, group: dist.ProcessGroup | None, device: torch.
             dist.all_reduce(ended, group=group)
             if num_ended := int(ended):
                 if num_ended < ranks and not said and dist.get_rank() == 0:
-                    text = "a loader (%s) has ended after %d batches on %d of %d ranks, and so on all of them"
+                    text = "a loader (%s) ended after %d batches on %d of %d ranks, so it ends on all ranks"
                     _log.warning(text, type(loader).__name__, number, num_ended, ranks)
                     said = True
                 return
             yield batch
             number += 1
 
-    kind = type(loader) if hasattr(loader, "__dict__") else object  # a generator has none
+    kind = type(loader) if hasattr(loader, "__dict__") else object  # a generator has no __dict__
     view: Any = object.__new__(type(type(loader).__name__, (kind,), {"__iter__": lambda _: batches()}))
     if kind is not object:
         object.__setattr__(view, "__dict__", loader.__dict__)

@@ -1,4 +1,4 @@
-"""The checkpoint half of a strategy, the same for all engines: DTensors under the model's own names."""
+"""Saving and loading checkpoints in a strategy, for all engines: DTensors under the model's own names."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ from lit_fsdp.models.optimizers import is_packed
 from lit_fsdp.parallel.precision import DtypeContract
 
 _log = logging.getLogger(__name__)
-_DIFFERS, _OWN = "lit_fsdp.differs", "state-by-rank"  # in the state what differs between ranks, and where that lies
+_DIFFERS, _OWN = "lit_fsdp.differs", "state-by-rank"  # state key of rank-dependent parts, and the tensor with them
 
 
 class Checkpoints:
-    """Saving and loading, the part of :class:`lit_fsdp.parallel.base.EngineStrategy` about checkpoints."""
+    """Saving and loading: the checkpoint part of :class:`lit_fsdp.parallel.base.EngineStrategy`."""
 
     config: StrategyConfig
     contract: DtypeContract
@@ -48,42 +48,42 @@ class Checkpoints:
     lightning_module: Any
     optimizers: list[Any]
     checkpoint_files: dict[str, bytes]
-    verify_on_load = True  # by hashes; sizes always are
+    verify_on_load = True  # by hashes; sizes are always verified
     fallback_checkpoints: Sequence[Path] = ()  # for the next load, in this order, if its checkpoint is damaged
-    damaged_checkpoints: Mapping[Path, str] = MappingProxyType({})  # passed over by the last load, with the reason
+    damaged_checkpoints: Mapping[Path, str] = MappingProxyType({})  # skipped by the last load, with the reason
     loaded_checkpoint: Path | None = None
-    saves_on_signal = False  # for no other reason; the manifest says so
+    saves_on_signal = False  # the save is only due to a signal, as recorded in the manifest
     background: BackgroundSaver | None = None
     _in_background = False
-    _hosts_apart = ""  # why, if they did not meet
+    _hosts_apart = ""  # the reason if hosts cannot connect
     _root: nn.Module | None
     _ties: dict[str, str]
-    _files: dict[str, bytes] | None = None  # of the module, as they were before the first step; of rank 0
+    _files: dict[str, bytes] | None = None  # files of the module, built on rank 0 before the first step
     _sync_buffers: Callable[[], None]
     _check_parameters: Callable[..., None]
     _rng_after_load: dict[str, Any] | None = None
     _rng_before_window: dict[str, Any] | None = None
 
     def meet_on_hosts(self) -> dist.ProcessGroup | None:
-        """See :func:`lit_fsdp.checkpoint.ranks.meet_on_hosts`; that hosts do not meet is said once."""
+        """See :func:`lit_fsdp.checkpoint.ranks.meet_on_hosts`; warns once if hosts cannot connect."""
         if self._hosts_apart:
             return None
         group, self._hosts_apart = meet_on_hosts(self.config.timeout_seconds)
         if self._hosts_apart and dist.get_rank() == 0:
-            text = "the hosts do not meet by gloo, so training waits for saves and for loaders without a length; "
+            text = "the hosts cannot connect by gloo, so training waits for saves and for loaders without a length; "
             text += "set GLOO_SOCKET_IFNAME to the network interface that they share (%s)"
             _log.warning(text, self._hosts_apart)
         return group
 
     def open_background(self) -> BackgroundSaver | None:
-        """What saves in the background from now on, made at the first call; None if hosts do not meet; collective."""
+        """Return the background saver, created at the first call; None if hosts cannot connect; collective."""
         if self.background is None and (group := self.meet_on_hosts()) is not None:
             self.background = BackgroundSaver(self.root_device, group)
         return self.background
 
     @contextlib.contextmanager
     def saving_in_background(self) -> Iterator[None]:
-        """Inside, :meth:`save_checkpoint` returns once everything is copied; elsewhere, once the folder is there."""
+        """Make :meth:`save_checkpoint` return once everything is copied, not only once the folder is complete."""
         self._in_background = True
         try:
             yield
@@ -91,10 +91,10 @@ class Checkpoints:
             self._in_background = False
 
     def teardown(self) -> None:
-        """Let a save in the background end before anything it needs goes away."""
+        """Finish a background save before its resources are released."""
         if self.background is not None:
             self.background.close()
-            self.background = None  # another fit makes one of its own
+            self.background = None  # another fit creates its own
         super().teardown()  # type: ignore[misc]
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -110,19 +110,19 @@ class Checkpoints:
         return {name: tensor for name, tensor in state.items() if name not in self._ties}
 
     def optimizer_state(self, optimizer: Any, is_template: bool = False) -> dict[str, Any]:
-        """Its state by parameter name; before a first step it has none, but ``is_template`` gives one to load into."""
+        """Optimizer state by parameter name; empty before the first step, unless ``is_template`` creates it to load."""
         own = getattr(optimizer, "_optimizer", optimizer)
-        if is_template:  # torch makes none beside gradients, such as those of a fit that an exception has ended
+        if is_template:  # torch creates no state if gradients exist, such as after an interrupted fit
             own.zero_grad()
         is_new = self.reduce_boolean_decision(not own.state) and not is_template  # type: ignore[attr-defined]
         found = dcp_state.get_optimizer_state_dict(self._state_owner(), own)
-        if is_new:  # torch has taken a step, which would count in every later one
+        if is_new:  # torch took a step, which would count in all later steps
             own.state.clear()
             found["state"] = {}
         return found
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Write one complete checkpoint folder, in place of an older one of that name, or raise on every rank."""
+        """Write one complete checkpoint folder, replacing an older one of that name, or raise on every rank."""
         if storage_options is not None:
             raise TypeError("storage_options: a checkpoint is a folder on a file system; drop this argument")
         if self.background is not None:
@@ -131,7 +131,7 @@ class Checkpoints:
         self._sync_buffers()
         tensors, state = self._parted(checkpoint)
         module, step = self.lightning_module, checkpoint.get("global_step")
-        # the order of anybody else's data module is its own business
+        # other data modules manage their own order
         locate = getattr(module.trainer.datamodule, "checkpoint_manifest", None)
         position = locate(step) if locate and step is not None and module.trainer.state.fn == "fit" else {}
         manifest = {
@@ -158,7 +158,7 @@ class Checkpoints:
         )
 
     def _parted(self, checkpoint: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """All tensors to save and the rest, in which what differs between ranks is named; collective."""
+        """Split a checkpoint into tensors and the remaining state, with rank-dependent parts named; collective."""
         rest = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
         tensors = {f"model/{name}": tensor for name, tensor in checkpoint["state_dict"].items()}
         groups = []
@@ -173,38 +173,38 @@ class Checkpoints:
         return {**tensors, **sharded}, state
 
     def _row(self, own: torch.Tensor) -> DTensor:
-        """A matrix of which each rank has the row of its number."""
+        """A matrix in which each rank holds the row of its rank."""
         row = own.to(self.root_device)[None]
         return DTensor.from_local(row, self.mesh, [Shard(0)] * self.mesh.ndim, run_check=False)
 
     def check_state(self) -> None:
-        """Refuse before the first step what callbacks and modules give and no checkpoint can hold; collective."""
+        """Refuse, before the first step, state of callbacks and modules that no checkpoint can store; collective."""
         trainer = self.lightning_module.trainer
         if not trainer.checkpoint_callbacks:
             return
-        optimizers, self.optimizers = self.optimizers, []  # whose state is known, but not there before a step
+        optimizers, self.optimizers = self.optimizers, []  # their state is known, but empty before a step
         made: list[dict[str, Any]] = []
 
         def make() -> str:
             try:
                 made.append(trainer._checkpoint_connector.dump_checkpoint(weights_only=False))
-            except Exception as error:  # of somebody's hook, which may count on a step
+            except Exception as error:  # from a user's hook, which may require a step
                 return repr(error)
             return ""
 
         try:
-            failed = [text for text in Ranks().run("making the state to save", make) if text]
+            failed = [text for text in Ranks().run("creating the state to save", make) if text]
         finally:
             self.optimizers = optimizers
         if failed:
-            _log.warning("what a checkpoint will hold cannot be checked before the first step: %s", failed[0])
+            _log.warning("the contents of checkpoints cannot be checked before the first step: %s", failed[0])
             return
         tensors, _ = self._parted(made[0])
         specs = {name: spec_of(tensor) for name, tensor in tensors.items()}
         store.check_alike(Path(trainer.default_root_dir), specs, self.config.state_dict)
 
     def _target(self, manifest: Manifest, sharded: Sharded, like: DTensor | None) -> torch.Tensor:
-        """A tensor to load a DTensor of the state into: split as it was, or on another mesh as parameters are."""
+        """A tensor to load a DTensor of the state into: with its saved placements, or like parameters on a new mesh."""
         spec = manifest.tensors[sharded.name]
         dtype, mesh = getattr(torch, spec.dtype), None if like is None else like.device_mesh
         if mesh is None:
@@ -215,7 +215,7 @@ class Checkpoints:
         return empty_dtensor(spec.shape, dtype=dtype, device_mesh=mesh, placements=placements)
 
     def _has_own(self, manifest: Manifest, differs: Mapping[str, bool], restores: bool) -> bool:
-        """Whether each rank goes on with what it has saved itself; what can belong to no rank is refused, or said."""
+        """Whether each rank resumes with its own saved state; refuses, or warns of, state that fits no rank."""
         ranks, here = manifest.world_size, dist.get_world_size()
         callbacks = self.lightning_module.trainer.callbacks if restores else ()
         keys = tuple(f"callbacks.{one.state_key}." for one in callbacks)
@@ -224,12 +224,12 @@ class Checkpoints:
         layout = [self.config.engine, self.config.sharding, list(self.mesh.mesh.shape)]
         if saved != layout and (parts := [name for name in names if differs[name]]):
             raise CheckpointError(
-                f"{manifest.folder}: cannot give the ranks tensors that each of {ranks} has saved of its own: "
+                f"{manifest.folder}: cannot distribute tensors that each of {ranks} ranks saved separately: "
                 f"{', '.join(parts[:5])}\n  saved with engine, sharding, mesh: {saved}; here: {layout}\n"
-                "  fix: resume as it was saved, leave that callback out, or let it keep DTensors, which are resharded"
+                "  fix: resume with the saved layout, drop that callback, or let it keep DTensors, which are resharded"
             )
         if ranks != here and names:
-            text = "%s: differed between the %d ranks that saved it; all %d go on with that of rank 0: %s"
+            text = "%s: differed between the %d ranks that saved it; all %d ranks resume with that of rank 0: %s"
             _log.warning(text, manifest.folder, ranks, here, ", ".join(names))
         return ranks == here and bool(differs)
 
@@ -240,7 +240,7 @@ class Checkpoints:
         return dict(getattr(self.lightning_module, "checkpoint_files", dict)())
 
     def check_files(self) -> None:
-        """Build on rank 0 what every save writes beside tensors and state, or raise on every rank; collective."""
+        """Build on rank 0 the files that every save adds to tensors and state, or raise on every rank; collective."""
         ranks, self._files = Ranks(), None
 
         def build() -> None:
@@ -249,10 +249,10 @@ class Checkpoints:
 
         if self.lightning_module.trainer.checkpoint_callbacks:
             ranks.first("building the files of checkpoints", build)
-            self._files = self._files or {}  # nobody asks other ranks for theirs
+            self._files = self._files or {}  # other ranks write no files
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load tensors into the sharded model and optimizers; the rest, no pickle, is for Lightning to restore."""
+        """Load tensors into the sharded model and optimizers; return the remaining state (no pickle) to Lightning."""
         given = Path(self.broadcast(str(checkpoint_path)))  # type: ignore[attr-defined]
         if self.broadcast(given.is_file()):  # type: ignore[attr-defined]
             return self._load_file(given)
@@ -264,7 +264,7 @@ class Checkpoints:
         whole = self._whole_state()
         model = self._saved_part(whole)
         templates = {f"model/{name}": tensor for name, tensor in model.items()}
-        names = {name.rpartition("/")[0] for name in saved}  # parameters that were never used have none
+        names = {name.rpartition("/")[0] for name in saved}  # unused parameters have no state
         optimizers: list[dict[str, Any]] = []
         for index, optimizer in enumerate(self.optimizers):
             found = self.optimizer_state(optimizer, is_template=True)
@@ -274,7 +274,7 @@ class Checkpoints:
         skip = set() if self.optimizers else {name for name in saved if name.startswith("optim")}
         targets: dict[str, torch.Tensor] = {}
         differs, restores = state.pop(_DIFFERS, {}), self.lightning_module.trainer.state.fn == "fit"
-        if not restores:  # any callback
+        if not restores:  # callbacks are restored only in fit
             state["callbacks"] = {}
             skip |= {name for name in saved if name.startswith("state/callbacks/")}
         has_own = ranks.own(what, lambda: self._has_own(manifest, differs, restores))
@@ -299,7 +299,7 @@ class Checkpoints:
             own = ranks.own(what, lambda: with_sharded(decode(json.loads(row)), target))
             state |= {**own, "callbacks": {**state.get("callbacks", {}), **own.get("callbacks", {})}}
         strict = strict and len(model) == len(whole)
-        if self.config.engine == "fsdp1":  # which warns of each parameter that it is not given
+        if self.config.engine == "fsdp1":  # it warns about each missing parameter
             model = {**whole, **model}
         model.update({again: model[first] for again, first in self._ties.items() if first in model})
         options = dcp_state.StateDictOptions(strict=strict)
@@ -307,16 +307,16 @@ class Checkpoints:
         for optimizer, found, before in zip(
             self.optimizers, optimizers, state.get("optimizer_states", []), strict=False
         ):
-            # an imported checkpoint brings none: what the recipe says holds
+            # imported checkpoints have none: the recipe's options apply
             found["param_groups"] = before["param_groups"] or found["param_groups"]
             self.set_optimizer_state(optimizer, found, dcp_state.StateDictOptions(strict=False))
         self._check_parameters("after resume", self.optimizers)
         if not self.config.is_sharded:
-            state["state_dict"] = model  # where Lightning's WeightAveraging looks for its averages
+            state["state_dict"] = model  # Lightning's WeightAveraging reads its averages here
         return state
 
     def _load_file(self, path: Path) -> dict[str, Any]:
-        """Load the one file that Lightning's own strategies write; each rank reads its rows of it."""
+        """Load a single file written by Lightning's own strategies; each rank reads its rows."""
         content = Ranks().own(f"reading {path}", lambda: dict(read_lightning_file(path)))
         whole = dcp_state.StateDictOptions(full_state_dict=True, strict=self.lightning_module.strict_loading)
         dcp_state.set_model_state_dict(self._state_owner(), dict(content.pop("state_dict")), options=whole)
@@ -325,17 +325,17 @@ class Checkpoints:
             here = [name for group in self.optimizer_state(optimizer)["param_groups"] for name in group["params"]]
             if len(params) != len(here):
                 raise CheckpointError(f"{path}: its optimizer has {len(params)} parameters, the run's {len(here)}")
-            # named there, or numbered in the order of the optimizer
+            # saved by name, or numbered in the order of the optimizer
             names = {p: p if isinstance(p, str) else name for p, name in zip(params, here, strict=True)}
             groups = [{**group, "params": [names[p] for p in group["params"]]} for group in saved["param_groups"]]
             state = {"state": {names[p]: entry for p, entry in saved["state"].items()}, "param_groups": groups}
-            lenient = dcp_state.StateDictOptions(full_state_dict=True, strict=False)  # unused ones have no state
+            lenient = dcp_state.StateDictOptions(full_state_dict=True, strict=False)  # unused parameters have no state
             self.set_optimizer_state(optimizer, state, lenient)
         self._check_parameters("after resume", self.optimizers)
         return content
 
     def _check_hyperparameters(self) -> None:
-        """Refuse what ``save_hyperparameters`` has kept and no checkpoint can hold, before the first step."""
+        """Refuse, before the first step, hyperparameters that no checkpoint can store."""
         trainer = self.lightning_module.trainer
         for owner in (self.lightning_module, trainer.datamodule) if trainer.checkpoint_callbacks else ():
             found = dict(getattr(owner, "hparams", {}))
@@ -345,29 +345,29 @@ class Checkpoints:
             require(not refused, f"{type(owner).__name__}.hparams", given, allowed, fix)
 
     def set_optimizer_state(self, optimizer: Any, saved: Any, options: dcp_state.StateDictOptions) -> None:
-        """Give an optimizer a state as :meth:`optimizer_state` has it."""
+        """Load a state from :meth:`optimizer_state` into an optimizer."""
         if saved["state"]:
             dcp_state.set_optimizer_state_dict(self._state_owner(), optimizer, saved, options=options)
             return
-        # SGD without momentum has no tensors, but a learning rate; what an optimizer has since, as after Lightning's
-        # finders, is forgotten
+        # SGD without momentum has no tensors, but a learning rate; newer state, such as that of Lightning's finders, is
+        # discarded
         optimizer.state.clear()
         for group, before in zip(optimizer.param_groups, saved["param_groups"], strict=False):
             group.update({key: value for key, value in before.items() if key != "params"})
 
     def _sound(self, checkpoint_path: Path) -> Path:
-        """The checkpoint to load: the one given, or the first sound one among those that may take its place."""
+        """The checkpoint to load: the given path, or the first undamaged fallback."""
         asked = ([str(path) for path in self.fallback_checkpoints], self.verify_on_load)
         others, verify = self.broadcast(asked)  # type: ignore[attr-defined]
         path, damaged = sound_checkpoint(checkpoint_path, [Path(other) for other in others], Ranks(), verify)
         self.fallback_checkpoints, self.damaged_checkpoints, self.loaded_checkpoint = (), damaged, path
         if damaged and dist.get_rank() == 0:
             _log.error("%s", "\n".join(damaged.values()))
-            _log.warning("going on from %s instead of %s (resume.fallback)", path, checkpoint_path)
+            _log.warning("resuming from %s instead of %s (resume.fallback)", path, checkpoint_path)
         return path
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Remove a checkpoint folder, on rank 0; a warning if that fails."""
+        """Remove a checkpoint folder on rank 0; failures are logged as warnings."""
         if dist.get_rank() == 0:
             try:
                 run_folder.remove(Path(filepath))
@@ -375,7 +375,7 @@ class Checkpoints:
                 _log.warning("%s", error)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Restore the RNG of the checkpoint just before the first batch after a resume, the first of a global batch."""
+        """Restore the checkpoint's RNG just before the first batch after a resume, which starts a global batch."""
         saved, self._rng_after_load = self._rng_after_load, None
         if saved is not None:
             _set_rng_states(saved)
@@ -395,7 +395,7 @@ class Checkpoints:
 
 
 def _flat_optimizer(state: Mapping[str, Any], index: int) -> dict[str, torch.Tensor]:
-    """``optim/<parameter>/<key>``, of a second one ``optim1/``, → tensor; numbers become 0-dim tensors."""
+    """Map ``optim/<parameter>/<key>`` (second optimizer: ``optim1/``) to tensors; numbers become 0-dim tensors."""
     found: dict[str, torch.Tensor] = {}
     for name, entry in state["state"].items():
         for key, value in entry.items():
@@ -406,7 +406,7 @@ def _flat_optimizer(state: Mapping[str, Any], index: int) -> dict[str, torch.Ten
 
 @torch.no_grad()
 def _unpacked(name: str, value: Any) -> dict[str, torch.Tensor]:
-    """A moment as it is saved; of torchao's 8-bit ones codes and scales, as packing again would give others."""
+    """A moment in its saved form; torchao's 8-bit moments are saved as codes and scales to avoid repacking errors."""
     local: Any = local_part(value)
     if not hasattr(local, "codes"):
         return {name: value}
@@ -424,7 +424,7 @@ def _unpacked(name: str, value: Any) -> dict[str, torch.Tensor]:
 
 
 def check_packed_state(optimizer: Any, offloads: bool, names: Mapping[int, str]) -> None:
-    """Refuse 8-bit state of torchao that no checkpoint could hold: offloaded, or packed on some ranks only."""
+    """Refuse 8-bit state of torchao that no checkpoint can store: offloaded, or packed on some ranks only."""
     if not type(optimizer).__module__.startswith("torchao."):
         return
     field, kind, block = "model.optim.class_path", type(optimizer).__name__, int(optimizer.block_size)

@@ -1,4 +1,4 @@
-"""Whole models on every rank (``ddp``) or on the only one (``single``); ``mixed`` is torch's autocast here."""
+"""Whole models on every rank (``ddp``) or on a single rank (``single``); ``mixed`` uses torch's autocast."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from lit_fsdp.parallel.units import UnitPlan
 
 
 class ReplicatedStrategy(EngineStrategy, DDPStrategy):
-    """``DistributedDataParallel`` around the LightningModule, or (``single``) the LightningModule as it is."""
+    """``DistributedDataParallel`` around the LightningModule, or with ``single`` the unwrapped LightningModule."""
 
-    restore_checkpoint_after_setup = True  # tensors are loaded into the model that is on its device
+    restore_checkpoint_after_setup = True  # tensors are loaded into the model on its device
     lightning_restore_optimizer = False  # the strategy loads optimizer tensors itself
 
     def load_model_state_dict(self, *_: Any, **__: Any) -> None:
-        """Nothing: :meth:`load_checkpoint` has loaded it."""
+        """Do nothing: :meth:`load_checkpoint` has already loaded it."""
 
     def teardown(self) -> None:
-        """As Lightning's, which moves the model to the host, but not one that an error has left on meta."""
+        """Same as Lightning's, which moves the model to the host, except a model that an error left on meta."""
         module = self._lightning_module
         self._lightning_module = None if module is not None and has_meta(module) else module
         super().teardown()
@@ -42,24 +42,24 @@ class ReplicatedStrategy(EngineStrategy, DDPStrategy):
         row = self.config.precision_config.row
         if row.compute != row.param:
             self._plugin.autocast = (self.root_device.type, TORCH_DTYPES[row.compute])
-        self._broadcast(module)  # what is there; each rank reads the rest itself
+        self._broadcast(module)  # existing tensors; each rank reads the others itself
         materializer.fill_all()
         if self.config.engine == "single" or not any(p.requires_grad for p in module.parameters()):
             return module
         on_device = [self.root_device] if is_accelerator(self.root_device) else None
-        # Looking for unused parameters keeps the buckets as they are. Otherwise they are laid out anew after the first
-        # step of a process, which changes the order of summation: a resumed run would not be bit-equal.
+        # find_unused_parameters keeps the buckets. Otherwise DDP rebuilds them after the first step of a process, which
+        # changes the order of summation: a resumed run would not be bit-equal.
         warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
         unused = self.config.find_unused_parameters
         wrapped = DistributedDataParallel(module, device_ids=on_device, init_sync=False, find_unused_parameters=unused)
-        wrapped.broadcast_buffers = False  # its argument is called differently from torch 2.13 on
-        # not the function itself: DDP compares its annotations, which are strings in this file
+        wrapped.broadcast_buffers = False  # torch 2.13 renamed the argument
+        # a lambda, because DDP compares the function's annotations, which are strings in this file
         wrapped.register_comm_hook(TORCH_DTYPES[row.reduce], lambda dtype, bucket: _average(dtype, bucket))
         return wrapped
 
 
 def _average(dtype: torch.dtype, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Mean over ranks in the reduce dtype; issued from Python, so that the contract sees it."""
+    """Mean over ranks in the reduce dtype; issued from Python, so that the dtype contract observes it."""
     buffer = bucket.buffer()
     work = dist.all_reduce((buffer / dist.get_world_size()).to(dtype), async_op=True)
     assert work is not None

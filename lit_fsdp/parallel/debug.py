@@ -1,4 +1,4 @@
-"""``verbose``: what each rank holds, in ``debug/rank-N.json`` of the run folder."""
+"""``verbose``: write the shards of each rank to ``debug/rank-N.json`` in the run folder."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Experts that ranks divide as FSDP units: who holds which, their groups, and how torch shards them.
+"""FSDP units of experts under expert parallel: the experts of each rank, process groups, and sharding.
 
-Parameters stay split along dim 0 over all ranks of a copy, as everywhere, so that checkpoints, optimizers and norms see
-what they see without expert parallel. Of ``n`` neighboring ranks each gathers its experts alone, from the ranks with
-the same place in the other groups of neighbors.
+Parameters stay split along dim 0 over all ranks of a copy, as without expert parallel, so that checkpoints, optimizers
+and norms do not change. Each of ``n`` neighboring ranks gathers only its own experts, from the ranks with the same
+index in the other groups of neighbors.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def check_experts(model: nn.Module, degree: int, shards: int, path: str) -> None
     """Refuse to divide the experts of a model over ``degree`` of the ``shards`` ranks that hold a copy of it.
 
     Raises:
-        ConfigError: It has no experts of the common interface, they compute otherwise, or are too few.
+        ConfigError: It has no experts with the common interface, another implementation, or too few experts.
     """
     kinds = (module.config.model_type for module in model.modules() if isinstance(module, PreTrainedModel))
     kind = next(kinds, type(model).__name__)
@@ -38,11 +38,11 @@ def check_experts(model: nn.Module, degree: int, shards: int, path: str) -> None
     for name, experts in found.items():
         own = dict(experts.named_parameters())
         others = [n for n, p in own.items() if "lora_" not in n and p.shape[:1] != (experts.num_experts,)]
-        text = f"{given}, whose {name} has {', '.join(others[:1])}, no weights of each expert"
+        text = f"{given}, whose {name} has {', '.join(others[:1])}, which is not split by expert"
         require(not others, path, text, allowed, "drop expert_parallel")
         chosen = getattr(experts.config, "_experts_implementation", None)
-        fix = "drop expert_parallel, or what sets experts_implementation"
-        require(chosen == "grouped_mm", path, f"{given}, whose experts compute by {chosen}", "grouped_mm", fix)
+        fix = "drop expert_parallel or the experts_implementation"
+        require(chosen == "grouped_mm", path, f"{given}, whose experts use {chosen}", "grouped_mm", fix)
         counts = [n for n in range(1, shards + 1) if shards % n == 0 and _fits(experts.num_experts, shards, n)]
         given_here = f"{given}, with {experts.num_experts} experts over {shards} ranks"
         require(degree in counts, path, given_here, " | ".join(map(str, counts)), f"set expert_parallel: {counts[-1]}")
@@ -51,7 +51,7 @@ def check_experts(model: nn.Module, degree: int, shards: int, path: str) -> None
 def build_expert_groups(
     device_type: str, copies: int, shards: int, degree: int, timeout: timedelta
 ) -> tuple[dist.ProcessGroup, DeviceMesh]:
-    """The ranks that divide experts, and the mesh over which each of them shards and copies its part."""
+    """Build the group of ranks that divide experts, and the mesh over which each shards and replicates its part."""
     options: Any = {"timeout": timeout}
     ranks = torch.arange(copies * shards).view(copies, -1, degree)
     names = ("dp_replicate", "expert_shard")
@@ -67,17 +67,17 @@ def build_expert_groups(
 
 
 def divide_experts(model: nn.Module, group: dist.ProcessGroup, shards: int) -> None:
-    """Let the ranks of ``group`` divide the experts of a checked model, in place."""
+    """Divide the experts of a checked model over the ranks of ``group``, in place."""
     prepare_experts(model)
     for experts in grouped_experts(model).values():
         experts.expert_group = ExpertGroup(group, held_experts(experts.num_experts, shards, dist.get_world_size(group)))
 
 
 def shard_experts(experts: Any, mesh: DeviceMesh, options: dict[str, Any]) -> None:
-    """``fully_shard`` the divided experts, each rank its own over ``mesh``; ``options`` are those of other units.
+    """Apply ``fully_shard`` to each rank's own experts over ``mesh``; ``options`` are those of other units.
 
-    torch shards a tensor of the own experts. The parameters that it is given then are DTensors of all experts on the
-    mesh of other units, of which this rank's rows are the same.
+    torch shards a tensor of the own experts. Its parameters are then replaced by DTensors of all experts on the mesh of
+    other units, in which this rank has the same rows.
     """
     whole, group = options["mesh"], experts.expert_group
     placements = [*[Replicate()] * (whole.ndim - 1), Shard(0)]
@@ -91,7 +91,7 @@ def shard_experts(experts: Any, mesh: DeviceMesh, options: dict[str, Any]) -> No
     for name, (shape, stride) in shapes.items():
         own: Any = experts._parameters[name]
         rows = DTensor.from_local(own.to_local(), whole, placements, run_check=False, shape=shape, stride=stride)
-        setattr(experts, name, nn.Parameter(rows, own.requires_grad))  # taken over before the first forward pass
+        setattr(experts, name, nn.Parameter(rows, own.requires_grad))  # FSDP adopts it before the first forward pass
 
 
 def _rows(num_experts: int, shards: int) -> list[range]:
@@ -101,13 +101,13 @@ def _rows(num_experts: int, shards: int) -> list[range]:
 
 
 def held_experts(num_experts: int, shards: int, degree: int) -> list[list[int]]:
-    """The experts of each of ``degree`` neighbors: those in its own rows and in the rows of its like elsewhere."""
+    """The experts of each of ``degree`` neighbors: its rows and those of its counterparts in the other groups."""
     rows = _rows(num_experts, shards)
     return [[expert for rank in rows[place::degree] for expert in rank] for place in range(degree)]
 
 
 def _fits(num_experts: int, shards: int, degree: int) -> bool:
-    """Whether torch splits the experts of each neighbor into the rows of its like."""
+    """Whether torch splits the experts of each neighbor into the rows of its counterparts."""
     rows = _rows(num_experts, shards)
     for place, experts in enumerate(held_experts(num_experts, shards, degree)):
         sizes = [len(part) for part in _rows(len(experts), shards // degree)]

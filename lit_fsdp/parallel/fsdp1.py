@@ -35,7 +35,7 @@ class FSDP1Strategy(EngineStrategy, FSDPStrategy):
     """``FullyShardedDataParallel`` around every unit and the LightningModule, always with original parameters."""
 
     def model_sharded_context(self) -> AbstractContextManager[Any]:  # type: ignore[override]
-        """Nothing is wrapped while the model is built, :meth:`setup` wraps; ``wrap: manual`` makes ``wrap()`` work."""
+        """Enable ``wrap()`` for ``wrap: manual`` only; otherwise :meth:`setup` wraps the finished model."""
         manual = self.config.wrap_config.manual
         return enable_wrap(wrapper_cls=FullyShardedDataParallel, **self.unit_options()) if manual else nullcontext()
 
@@ -53,9 +53,9 @@ class FSDP1Strategy(EngineStrategy, FSDPStrategy):
         for unit in plan.units[:-1]:
             dtype, wrapped = TORCH_DTYPES["fp32" if unit.keeps_fp32 else row.compute], plan.modules[unit.name]
             options[wrapped] = {"mixed_precision": mixed and dataclasses.replace(mixed, param_dtype=dtype)}
-            if row.compute != row.param:  # FSDP1 casts nothing once backward has begun, for what is recomputed then
+            if row.compute != row.param:  # FSDP1 casts no inputs during backward, when blocks are recomputed
                 cast_inputs(wrapped, dtype)
-        if (last := last_unit(plan, module)) is not None:  # which the backward pass needs at once
+        if (last := last_unit(plan, module)) is not None:  # the backward pass needs it immediately
             options[last]["sharding_strategy"] = self._sharding(stays=True)
         if mixed is not None:
             mixed = dataclasses.replace(mixed, cast_forward_inputs=False, cast_root_forward_inputs=False)
@@ -69,7 +69,7 @@ class FSDP1Strategy(EngineStrategy, FSDPStrategy):
             **{**own, "mixed_precision": mixed},
         )
         units = {m.module: m for m in root.modules() if isinstance(m, FullyShardedDataParallel)}
-        for parent in list(root.modules()):  # torch wraps a module in the first of its places only
+        for parent in list(root.modules()):  # torch wraps a shared module only at its first occurrence
             for name, child in parent._modules.items():
                 if child in units and parent is not units[child]:
                     parent._modules[name] = units[child]
@@ -78,14 +78,14 @@ class FSDP1Strategy(EngineStrategy, FSDPStrategy):
     def unit_options(self) -> dict[str, Any]:
         """Keyword arguments of FSDP1 for one unit; ``wrap()`` in ``configure_model`` gets them."""
         row, config, mixed = self.config.precision_config.row, self.config, None
-        # One rank shards nothing, and no_shard is deprecated in favor of DDP: both are said by the recipe.
+        # Warnings that one rank shards nothing and that no_shard is deprecated: the recipe already decides both.
         warnings.filterwarnings("ignore", message=".*(NO_SHARD|switching to use).*")
         if row.compute != row.param or row.reduce != row.param:
             mixed = MixedPrecision(
                 param_dtype=TORCH_DTYPES[row.compute],
                 reduce_dtype=TORCH_DTYPES[row.reduce],
                 cast_forward_inputs=True,
-                _module_classes_to_ignore=(),  # it would make units of its own of batch norms
+                _module_classes_to_ignore=(),  # else FSDP1 makes batch norms separate units
             )
         assert not isinstance(config.backward_prefetch, int)
         return {
@@ -101,7 +101,7 @@ class FSDP1Strategy(EngineStrategy, FSDPStrategy):
         }
 
     def _sharding(self, stays: bool) -> ShardingStrategy:
-        """By the mesh; ``stays``: gathered from the forward to the backward pass."""
+        """Sharding strategy for the mesh; ``stays``: keep gathered from the forward to the backward pass."""
         if self.mesh.size(self.mesh.ndim - 1) == 1:
             return ShardingStrategy.NO_SHARD
         if self.mesh.ndim == 2:
@@ -110,12 +110,12 @@ class FSDP1Strategy(EngineStrategy, FSDPStrategy):
 
     @functools.cached_property
     def _fsdp1_mesh(self) -> Any:
-        """FSDP1 replicates ``no_shard`` over a 1-D mesh."""
+        """The mesh for FSDP1, which replicates ``no_shard`` over a 1-D mesh."""
         fits = self.mesh.ndim == 1 or self.mesh.size(1) > 1
         return self.mesh if fits else init_device_mesh(self.root_device.type, (self.world_size,))
 
     def reshard(self) -> None:
-        """Free what is still gathered."""
+        """Free gathered parameters."""
         root: Any = self._root
         units = FullyShardedDataParallel.fsdp_modules(root) if root._is_root else ()  # None before the first forward
         for unit in units:
@@ -124,11 +124,11 @@ class FSDP1Strategy(EngineStrategy, FSDPStrategy):
                 _reshard(unit, handle, free_unsharded_flat_param=True)
 
     def optimizer_state(self, optimizer: Any, is_template: bool = False) -> dict[str, Any]:
-        """As for the other engines; torch refuses parameters that were never used, or that no optimizer holds."""
+        """Same as other engines; works around torch refusing parameters that are unused or in no optimizer."""
         own = getattr(optimizer, "_optimizer", optimizer)
         params = [p for p in self.lightning_module.parameters() if p.requires_grad]
         held = {id(p) for group in own.param_groups for p in group["params"]}
-        # a rank that holds nothing of a parameter has no state either
+        # a rank without a part of a parameter has no state for it
         is_held = self._on_any_rank([id(p) in held for p in params]).tolist()
         has_state = self._on_any_rank([p in own.state for p in params]).tolist()
         found = list(zip(params, is_held, has_state, strict=True))

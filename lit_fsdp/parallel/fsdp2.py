@@ -25,13 +25,13 @@ class FSDP2Strategy(EngineStrategy, ModelParallelStrategy):
     def _start_process_group(self) -> None:
         ParallelStrategy.setup_environment(self)  # Lightning's own would build a second mesh
         self._setup_distributed()
-        # Lightning's name for the ranks that take samples of their own: all, in a group that is there already
+        # Lightning's name for ranks with different samples: all ranks, in the existing group
         world: Any = dist.group.WORLD
         self._device_mesh = DeviceMesh.from_group(world, self.root_device.type, mesh_dim_names=("data_parallel",))
         self.lightning_module._device_mesh = self._device_mesh
 
     def reshard(self) -> None:
-        """Free what is still gathered."""
+        """Free gathered parameters."""
         assert self._root is not None
         for module in self._root.modules():
             if isinstance(module, FSDPModule):

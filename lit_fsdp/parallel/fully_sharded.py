@@ -1,4 +1,4 @@
-"""A model under torch's ``fully_shard``: units, dtypes, prefetching; the same for a run and for a plan of one."""
+"""Apply torch's ``fully_shard`` to a model: units, dtypes, prefetching; used by runs and by memory plans."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class _Root(nn.Module):
 
 
 class _OneRank:
-    """A reduce-scatter of one rank on a CPU: torch asks for buffers to reduce from and into, and gets the same one.
+    """A reduce-scatter of one rank on a CPU: torch gets the same buffer as input and output.
 
-    On an accelerator the second has to be of another stream: what is freed while it is copied may be written over.
+    On an accelerator the output must belong to another stream: memory freed during a copy could be overwritten.
     """
 
     _buffer: torch.Tensor | None = None
@@ -46,7 +46,7 @@ class _OneRank:
         return buffer
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing: what is to be reduced is where the result is to be."""
+        """Do nothing: input and output are the same buffer."""
 
 
 def unit_options(config: StrategyConfig, mesh: DeviceMesh) -> dict[str, Any]:
@@ -73,9 +73,9 @@ def apply_fully_shard(
     on_accelerator: bool,
     expert_mesh: DeviceMesh | None = None,
 ) -> nn.Module:
-    """Shard a module unit by unit, in place, and return the root to call; ``prepare`` is called with each before.
+    """Shard a module unit by unit, in place, and return the root to call; ``prepare`` runs on each unit before.
 
-    ``expert_mesh`` is that of experts which ranks divide.
+    ``expert_mesh`` is the mesh of experts under expert parallel.
     """
     options = {**options, "ignored_params": set(replicated)}
     reduce = TORCH_DTYPES[config.precision_config.row.reduce]
@@ -108,11 +108,11 @@ def apply_fully_shard(
 
 
 def _reduce_unused(root: Any) -> None:
-    """Reduce zeros for parameters that this rank did not use; lists that differ between ranks would be mixed up."""
+    """Reduce zeros for parameters that this rank did not use, because all ranks must reduce the same parameters."""
     if hasattr(root, "set_reduce_scatter_unused_params"):
         root.set_reduce_scatter_unused_params(True)
         return
-    # torch < 2.13, which ended with these private names: delete when the minimum is 2.13
+    # torch < 2.13, the last with these private names: delete when the minimum is 2.13
     for unit in root.modules():
         group: Any = unit._get_fsdp_state()._fsdp_param_group if isinstance(unit, FSDPModule) else None
         if group is not None:  # the unit has parameters of its own
@@ -128,12 +128,12 @@ def _post_backward_with_zeros(group: Any, *unused: Any) -> None:
 
 
 def _set_prefetch(ordered: list[Any], config: StrategyConfig) -> None:
-    """Explicit prefetching, ahead in the order of the module tree, which blocks are called in."""
+    """Set explicit prefetching in the order of the module tree, in which blocks are called."""
     backward, forward = config.backward_prefetch, int(config.forward_prefetch)
     for i, unit in enumerate(ordered):
         if forward and ordered[i + 1 : i + 1 + forward]:
             unit.set_modules_to_forward_prefetch(ordered[i + 1 : i + 1 + forward])
-        if backward == "none":  # an empty list would mean the default; a unit itself is there already
+        if backward == "none":  # an empty list means the default; the unit itself is already gathered
             unit.set_modules_to_backward_prefetch([unit])
         elif isinstance(backward, int) and i:
             unit.set_modules_to_backward_prefetch(ordered[max(0, i - backward) : i][::-1])

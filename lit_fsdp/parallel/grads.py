@@ -1,7 +1,7 @@
-"""What happens between the backward pass and the optimizer: loss scale, finite gradients, clipping, in one order.
+"""Steps between the backward pass and the optimizer: loss scale, check for finite gradients, clipping.
 
-One norm over all shards, that of an unsharded model, decides for all ranks. Lightning refuses norm clipping under its
-FSDP strategy (https://github.com/Lightning-AI/pytorch-lightning/issues/19235).
+All ranks decide by one norm over all shards, equal to that of an unsharded model. Lightning refuses norm clipping under
+its FSDP strategy (https://github.com/Lightning-AI/pytorch-lightning/issues/19235).
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ _KEPT = ("num_skipped_steps", "num_overflow_steps", "in_a_row", "good_steps", "l
 
 
 class GuardedSteps(Precision):
-    """Lightning's precision plugin of all engines: scale, unscale, clip over shards, step only on finite gradients.
+    """Lightning precision plugin for all engines: scale, unscale, clip over shards, step only on finite gradients.
 
     The loss scale of fp16 is halved when gradients overflow, and doubled after 2000 good steps. While it can still
-    fall, an overflow is skipped under either policy.
+    decrease, steps with overflow are skipped under either policy.
 
     Source: Micikevicius et al., Mixed Precision Training, arXiv:1710.03740, section 3.2.
     """
 
     last_grad_norm: torch.Tensor | None = None  # before clipping; an fp32 scalar, equal on all ranks of a copy
-    _marks: torch.Tensor  # over all ranks; see are_alike
+    _marks: torch.Tensor  # summed over all ranks; see are_alike
     autocast: tuple[str, torch.dtype] | None = None  # device type and dtype of the LightningModule's steps
 
     def __init__(self, policy: NonFinite, is_fp16: bool, strategy: Any) -> None:
@@ -47,7 +47,7 @@ class GuardedSteps(Precision):
         self.good_steps = self.num_skipped_steps = self.num_overflow_steps = self.in_a_row = 0
 
     def allows(self, grad_norm: float) -> bool:
-        """Whether to take the step, alike on all ranks; raises ``NonFiniteGradientError`` by the policy."""
+        """Whether to take the step, equal on all ranks; may raise ``NonFiniteGradientError`` by the policy."""
         if math.isfinite(grad_norm):
             self.in_a_row, self.good_steps = 0, self.good_steps + 1
             if self.loss_scale is not None and self.good_steps % _GROWTH_INTERVAL == 0:
@@ -58,37 +58,37 @@ class GuardedSteps(Precision):
             self.loss_scale, self.num_overflow_steps = self.loss_scale / 2, self.num_overflow_steps + 1
             _log.info("fp16 overflow: step skipped, loss scale now %g", self.loss_scale)
             return False
-        found = "the gradients hold inf or nan"
+        found = "the gradients contain inf or nan"
         if self.policy == "error":
             fix = "lower the learning rate, clip (trainer.gradient_clip_val: 1.0), or set nonfinite_gradients: skip"
-            raise NonFiniteGradientError(f"{found}; parameters are as before this step\n  fix:     {fix}")
+            raise NonFiniteGradientError(f"{found}; parameters are unchanged by this step\n  fix:     {fix}")
         self.num_skipped_steps, self.in_a_row = self.num_skipped_steps + 1, self.in_a_row + 1
         _log.warning("%s: step skipped (%d so far)", found, self.num_skipped_steps)
         if self.in_a_row >= _SKIPPED_IN_A_ROW:
-            text = f"{self.in_a_row} optimizer steps in a row were skipped for inf or nan in the gradients"
+            text = f"{self.in_a_row} optimizer steps in a row were skipped because of inf or nan in the gradients"
             fix = "lower the learning rate, or resume from an earlier checkpoint"
             raise NonFiniteGradientError(f"{text}\n  fix:     {fix}")
         return False
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps: counters and loss scale."""
+        """Counters and loss scale, for checkpoints."""
         return {name: getattr(self, name) for name in _KEPT if getattr(self, name) is not None}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from :meth:`state_dict`; a scale is taken over only where there is one."""
+        """Restore :meth:`state_dict`; a loss scale is restored only if this run has one."""
         vars(self).update({name: state_dict[name] for name in self.state_dict() if name in state_dict})
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        """Around every step of the LightningModule."""
+        """The context of every step of the LightningModule."""
         return nullcontext() if self.autocast is None else torch.autocast(*self.autocast)
 
     def backward(self, *args: Any, **kwargs: Any) -> None:
-        """The backward pass, before ``on_after_backward`` looks at gradients."""
+        """Run the backward pass; finishes gradients before ``on_after_backward`` reads them."""
         super().backward(*args, **kwargs)
         self.strategy.average_alone()
 
     def pre_backward(self, tensor: torch.Tensor, module: Any) -> torch.Tensor:
-        """The loss that is differentiated: times the loss scale of fp16."""
+        """Multiply the loss by the loss scale of fp16."""
         tensor = super().pre_backward(tensor, module)
         return tensor if self.loss_scale is None else tensor * self.loss_scale
 
@@ -101,18 +101,18 @@ class GuardedSteps(Precision):
         self.last_grad_norm, self._marks = None, torch.zeros(2, dtype=torch.float64, device=self.strategy.root_device)
         self._after_closure(model, optimizer)
         norm = self._measure(optimizer) if self.last_grad_norm is None else self.last_grad_norm
-        if self.strategy.has_copies:  # a copy that alone went wrong must not be the only one to skip
+        if self.strategy.has_copies:  # if one copy has non-finite gradients, all copies must skip
             norm = self._all_reduce(norm, optimizer, None)
-        # the one time that a step waits for the device
+        # the only synchronization with the device in a step
         norm = norm.to(self._marks).view(1)
         norm_of_all, mark, square, *is_used_at_all = torch.cat([norm, self._marks, used.to(norm)]).tolist()
-        if not are_alike(mark, square, self.strategy.world_size):  # as by a schedule, or hooks before this step
+        if not are_alike(mark, square, self.strategy.world_size):  # such as after a schedule or hook changed options
             check_alike("comparing optimizers", options_of([optimizer]))
         for param, is_used in zip(params, is_used_at_all, strict=True):
             if param is not None and not is_used:
                 param.grad = None
         if not self.allows(norm_of_all):
-            optimizer._opt_called = True  # else the schedule warns that no step came before its own
+            optimizer._opt_called = True  # else the schedule warns that the optimizer has not stepped
             return result
         self.strategy.reshard()
         optimizer.step(**kwargs)
@@ -123,7 +123,7 @@ class GuardedSteps(Precision):
         scale_grads(optimizer, torch.clamp(clip_val / (self._measure(optimizer) + 1e-6), max=1.0))
 
     def clip_grad_by_value(self, optimizer: torch.optim.Optimizer, clip_val: float) -> None:
-        """Clamp every gradient element to ``[-clip_val, clip_val]``; shards need nothing from each other."""
+        """Clamp every gradient element to ``[-clip_val, clip_val]``; needs no communication between shards."""
         self._measure(optimizer)  # clamping would make inf look finite
         for local in _local_grads(optimizer):
             local.clamp_(-clip_val, clip_val)
@@ -131,7 +131,7 @@ class GuardedSteps(Precision):
     def _measure(self, optimizer: Any) -> torch.Tensor:
         """The 2-norm of all gradients together, as an fp32 scalar, equal on all ranks of a copy."""
         local, group = _local_grads(optimizer), self.strategy.shard_group
-        if group is not None and dist.get_rank(group):  # without dimensions they are not split: count them once
+        if group is not None and dist.get_rank(group):  # 0-dim gradients are not split: count them once
             local = [t for t in local if t.dim()]
         norms = torch._foreach_norm(local, 2, dtype=torch.float32) if local else [torch.zeros(())]
         squared = torch.stack([*norms]).square().sum().to(self.strategy.root_device)
@@ -139,7 +139,7 @@ class GuardedSteps(Precision):
         return self.last_grad_norm
 
     def _all_reduce(self, value: torch.Tensor, optimizer: Any, group: dist.ProcessGroup | None) -> torch.Tensor:
-        """The sum of a 0-dim tensor over ranks; what tells whether their optimizers are alike travels with it."""
+        """Sum a 0-dim tensor over ranks, together with the marks that compare their optimizers."""
         sums = torch.cat([value.view(1).double(), to_device(marks(optimizer), torch.float64, value.device)])
         dist.all_reduce(sums, group=group)
         self._marks = sums[1:]
@@ -147,13 +147,13 @@ class GuardedSteps(Precision):
 
 
 def scale_grads(optimizer: Any, factor: torch.Tensor | float) -> None:
-    """Multiply an optimizer's gradients, wherever they are, by a number or a 0-dim tensor."""
-    if local := _local_grads(optimizer):  # offloaded ones are on the host
+    """Multiply an optimizer's gradients, on any device, by a number or a 0-dim tensor."""
+    if local := _local_grads(optimizer):  # offloaded gradients are on the host
         torch._foreach_mul_(local, factor.to(local[0].device) if isinstance(factor, torch.Tensor) else factor)
 
 
 def _local_grads(optimizer: Any) -> list[torch.Tensor]:
-    """This rank's parts of an optimizer's gradients, without the empty ones."""
+    """This rank's parts of an optimizer's gradients, without empty parts."""
     grads = (p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
     local = (local_part(grad) for grad in grads)
     return [grad for grad in local if grad.numel()]

@@ -1,4 +1,4 @@
-"""Real tensors for a model built on meta, read so that no rank ever holds more than its shards and one module."""
+"""Fill a model built on meta with real tensors, so that no rank holds more than its shards and one module."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from lit_fsdp.parallel.units import tied_names
 
 _TRIM_BYTES = 32 * 2**20
 Reader = Callable[[str, nn.Module, str, slice | None], torch.Tensor]
-"""Gives, by a module's name, the module and an attribute, a parameter or buffer, or only rows of it, on the CPU."""
+"""Reads a parameter or buffer, or only rows of it, on the CPU, given module name, module, attribute and rows."""
 
 
 class Materializer:
-    """Fills the meta tensors of a model module by module; made before it is sharded, for its names and ties."""
+    """Fills the meta tensors of a model module by module; created before sharding, to record names and ties."""
 
     def __init__(self, model: nn.Module, read: Reader, device: torch.device) -> None:
         self.names = {module: name for name, module in model.named_modules()}
@@ -35,12 +35,12 @@ class Materializer:
             self.fill(module)
 
     def fill(self, module: nn.Module) -> None:
-        """Replace the module's own meta parameters and buffers by filled ones, DTensors by this rank's rows."""
+        """Replace the module's own meta parameters and buffers by real tensors; DTensors get this rank's rows."""
         if self._read_bytes > _TRIM_BYTES:  # copies of rows, FSDP1's gathered units
             return_freed_memory()
             self._read_bytes = 0
         name = self.names[module]
-        if hasattr(module, "quant_state"):  # to quantize takes several copies of the layer on a CPU
+        if hasattr(module, "quant_state"):  # quantizing needs several copies of the layer on a CPU
             self._read_bytes += _TRIM_BYTES
         for attribute, param in list(module._parameters.items()):
             if param is None or not param.is_meta:
@@ -50,7 +50,7 @@ class Materializer:
             filled = self._tied[first] if first in self._tied else self._parameter(name, module, attribute, param)
             if first in self.first_name.values():
                 self._tied[first] = filled
-            setattr(module, attribute, filled)  # an LSTM keeps a second list of them
+            setattr(module, attribute, filled)  # not by _parameters: an LSTM keeps a second list of parameters
         for attribute, buffer in list(module._buffers.items()):
             if buffer is not None and buffer.is_meta:
                 module._buffers[attribute] = self.read(name, module, attribute, None).to(self.device)
@@ -65,24 +65,24 @@ class Materializer:
         local = filled.to_local()
         shape, offset = compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)
         self._read_bytes += local.nbytes
-        if local.numel() or hasattr(module, "quant_state"):  # without which a rank could not unpack what it gathers
+        if local.numel() or hasattr(module, "quant_state"):  # reading also sets quant_state, needed to unpack
             local.copy_(self.read(name, module, attribute, slice(offset[0], offset[0] + shape[0])))
         return nn.Parameter(filled, param.requires_grad)
 
 
 def has_meta(module: nn.Module) -> bool:
-    """Whether any of its tensors is not filled yet, as after an error before that, which nothing may hide."""
+    """Whether any tensor is still on meta, such as after an error during setup, which must not be hidden."""
     return any(tensor.is_meta for tensors in (module.parameters(), module.buffers()) for tensor in tensors)
 
 
 def reset_parameters_reader(seed: int) -> Reader:
-    """A reader for modules of other people on meta: each module's own ``reset_parameters``, seeded by its name."""
+    """A reader for user modules on meta: calls each module's ``reset_parameters``, seeded by its name."""
 
     def read(module_name: str, module: nn.Module, attribute: str, rows: slice | None) -> torch.Tensor:
         reset = getattr(type(module), "reset_parameters", None)
         if reset is None:
             where = f"{module_name or 'the root'} ({type(module).__name__})"
-            raise RuntimeError(f"{where} is on meta and has no reset_parameters(); build it on the CPU, or give it one")
+            raise RuntimeError(f"{where} is on meta and has no reset_parameters(); build it on the CPU, or add one")
         real = _emptied(module, "cpu")
         with seeded(seed, module_name):
             reset(real)
@@ -93,7 +93,7 @@ def reset_parameters_reader(seed: int) -> Reader:
 
 
 def _emptied(module: nn.Module, device: str) -> nn.Module:
-    """A copy with empty tensors; its children are on meta, as a reset that goes on to them must not reach live ones."""
+    """A copy with empty tensors; its children are on meta, so that a recursive reset does not change live modules."""
     copy = object.__new__(type(module))
     copy.__dict__.update(module.__dict__)
     copy.__dict__["_parameters"] = {k: _empty(v, device) for k, v in module._parameters.items()}

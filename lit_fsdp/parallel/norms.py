@@ -1,4 +1,4 @@
-"""Norms of gradients by parameter, as one process would log them."""
+"""Gradient norms by parameter, equal to those of a single process."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from lit_fsdp.parallel.units import clean_name
 
 _log = logging.getLogger(__name__)
 STRATEGIES: Any = weakref.WeakSet()
-"""Those that live; the parameters say whose they are."""
+"""Live strategies; each one knows its parameters."""
 
 
 def grad_norms(module: nn.Module, norm_type: float | str, group_separator: str = "/") -> dict[str, torch.Tensor]:
-    """The norms of the gradients of a module's parameters and of all of them together, as one process would log them.
+    """Compute the gradient norm of each parameter of a module and of all together, equal to those of one process.
 
-    Keys and values are those of ``lightning.pytorch.utilities.grad_norm``, which sees this rank's shards alone.
-    Every rank calls it, as in ``on_before_optimizer_step``; with :class:`lit_fsdp.CausalLMModule` after its own hook.
+    Keys and values match ``lightning.pytorch.utilities.grad_norm``, which sees only this rank's shards. Every rank must
+    call it, e.g. in ``on_before_optimizer_step``; with :class:`lit_fsdp.CausalLMModule` after its own hook.
 
     Args:
         module: The LightningModule, or any part of it.
@@ -62,13 +62,13 @@ def grad_norms(module: nn.Module, norm_type: float | str, group_separator: str =
 
 
 def _strategy_of(module: nn.Module) -> Any:
-    """The sharding strategy whose parameters these are; None: they are whole on every rank."""
+    """The sharding strategy that owns the module's parameters; None if they are whole on every rank."""
     first = next(module.parameters(), None)
     return next((one for one in STRATEGIES if one.config.is_sharded and id(first) in one._names), None)
 
 
 def _own_norm(param: nn.Parameter, power: float, group: Any, strategy: Any) -> torch.Tensor:
-    """What this rank adds to the norm of a gradient, in fp64: of a finite ``power`` the norm to that power."""
+    """This rank's contribution to the norm of a gradient, in fp64: for a finite ``power`` the norm to that power."""
     grad: Any = param.grad
     local = local_part(grad)
     is_whole = not isinstance(grad, DTensor) and (strategy is None or any(param is one for one in strategy.replicated))
@@ -80,12 +80,10 @@ def _own_norm(param: nn.Parameter, power: float, group: Any, strategy: Any) -> t
 
 
 def warn_of_lightnings(parts: Iterable[Any]) -> None:
-    """Say so where the file of one of these objects has imported the function that sees this rank's shards alone."""
+    """Warn if the module of one of these objects imports Lightning's function, which sees only this rank's shards."""
     for module in dict.fromkeys(type(part).__module__ for part in parts):
         if any(value is grad_norm for value in vars(sys.modules[module]).values()):
-            text = (
-                "%s imports lightning.pytorch.utilities.grad_norm, which sees this rank's shards alone, and fails on "
-            )
+            text = "%s imports lightning.pytorch.utilities.grad_norm, which sees only this rank's shards and fails on "
             _log.warning(
-                f"{text}DTensors; lit_fsdp.grad_norms, called by every rank, gives what it gives on one", module
+                f"{text}DTensors; use lit_fsdp.grad_norms on every rank, with the same result as on one rank", module
             )

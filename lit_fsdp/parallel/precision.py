@@ -1,4 +1,4 @@
-"""Precision: what the engines leave to us is cast here, and what they did is read back and compared."""
+"""Precision: casts that the engines do not do, and checks of the dtypes that they actually use."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def has_bf16(device_type: str) -> bool:
-    """Whether this process's device has bf16 instructions; without a GPU here, those of a job are taken to."""
+    """Whether this process's device has bf16 instructions; assumed for GPUs if this machine has none."""
     if device_type == "cpu":
         return cpu_has_bf16()
     return not torch.cuda.is_available() or torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 def settle_precision(config: StrategyConfig, device_type: str, on_all: Callable[[bool], bool]) -> StrategyConfig:
-    """Decide what ``precision: auto`` is, alike on all ranks (``on_all`` is a collective), and say so."""
+    """Resolve ``precision: auto`` equally on all ranks (``on_all`` is a collective), and log the result."""
     given, everywhere = config.precision_config, on_all(has_bf16(device_type))
     settled = config.on(everywhere)
     what = f"{'every' if everywhere else 'not every'} {'CPU' if device_type == 'cpu' else 'GPU'} has bf16 instructions"
@@ -58,7 +58,7 @@ def settle_precision(config: StrategyConfig, device_type: str, on_all: Callable[
 
 
 def check_device(config: StrategyConfig, device_type: str, path: str) -> None:
-    """Refuse what this kind of device (``cpu`` or ``cuda``) cannot do."""
+    """Refuse options that this device type (``cpu`` or ``cuda``) does not support."""
     on_cpu = device_type == "cpu"
     wrong = config.cpu_offload and config.engine == "fsdp1" and on_cpu
     require(not wrong, f"{path}.cpu_offload", "true with engine fsdp1 on CPU", "a GPU, or engine fsdp2")
@@ -70,7 +70,7 @@ def check_device(config: StrategyConfig, device_type: str, path: str) -> None:
 
 
 def cast_parameters(model: nn.Module, config: StrategyConfig) -> DtypeName | None:
-    """Cast all parameters to their storage dtypes in place; the dtype of frozen ones beside adapters, else ``None``."""
+    """Cast parameters to their storage dtypes in place; returns the dtype of a frozen base under adapters, or None."""
     row = config.precision_config.row
     frozen = config.frozen_dtype if any(hasattr(module, "peft_config") for module in model.modules()) else None
     packed = packed_weights(model)
@@ -81,7 +81,7 @@ def cast_parameters(model: nn.Module, config: StrategyConfig) -> DtypeName | Non
 
 
 def declared_dtypes(row: DtypeRow, frozen: DtypeName | None) -> dict[str, str]:
-    """What a run declares, for people and files; ``frozen`` beside adapters only."""
+    """Declared dtypes of a run, for logs and files; ``frozen`` only with adapters."""
     return {"param": row.param, **({"frozen": frozen} if frozen else {}), "compute": row.compute, "reduce": row.reduce}
 
 
@@ -102,16 +102,16 @@ def _cast(values: Any, dtype: torch.dtype) -> Any:
 
 
 def apply_float8(model: nn.Module, skip: Sequence[str] | None, path: str) -> None:
-    """Replace linear layers by torchao's float8 ones in place, but those with a word of ``skip`` in their path."""
+    """Replace linear layers by torchao's float8 layers in place, except those with a word of ``skip`` in their path."""
     words = _FP8_SKIP if skip is None else tuple(skip)
     linears = [(name, m) for name, m in model.named_modules() if type(m) is nn.Linear]
     fitting = [name for name, m in linears if not (m.in_features % _FP8_MULTIPLE or m.out_features % _FP8_MULTIPLE)]
     names = {name for name in fitting if not any(word in name for word in words)}
-    allowed = f"linear layers whose sizes are multiples of {_FP8_MULTIPLE} and that fp8_skip leaves"
-    require(names, f"{path}.fp8_skip", "nothing left to compute in fp8", allowed)
+    allowed = f"linear layers whose sizes are multiples of {_FP8_MULTIPLE} and that fp8_skip does not match"
+    require(names, f"{path}.fp8_skip", "no layers left to compute in fp8", allowed)
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    # a weight's gradient is a sum over rows, of which there may be any number
+    # a weight's gradient is a sum over rows, whose number may not be a multiple of 16
     config = Float8LinearConfig(pad_inner_dim=True)
     convert_to_float8_training(model, config=config, module_filter_fn=lambda _module, name: name in names)
 
@@ -121,18 +121,18 @@ class DtypeContract:
 
     def __init__(self, config: StrategyConfig) -> None:
         self.row, self.mode = config.precision_config.row, config.precision_config.mode
-        self.frozen: DtypeName | None = None  # of frozen parameters, where it is declared apart
-        self.packed: dict[str, str] = {}  # by name, of packed weights, which nothing casts
+        self.frozen: DtypeName | None = None  # of frozen parameters, if declared separately
+        self.packed: dict[str, str] = {}  # by name, of packed weights, which are never cast
         self.is_error = config.contract != "warn"
         self.realized: dict[str, dict[str, int]] = {}
         self.watching = True  # until the first optimizer step; later ones cost nothing
         self._warned: set[str] = set()
 
     def check(self, what: str, named: Iterable[tuple[str, torch.Tensor]], declared: str | None) -> None:
-        """Count the dtypes of these floating-point tensors, and compare each with the one declared for them, if any.
+        """Count the dtypes of these floating-point tensors, and compare each with the declared dtype, if any.
 
         Raises:
-            ContractError: A tensor has another one, and differences are errors; else that is said once.
+            ContractError: A tensor has another dtype and ``contract`` is not ``warn``, which logs it once instead.
         """
         found = [(name, dtype_name(tensor.dtype)) for name, tensor in named if tensor.is_floating_point()]
         wrong = next((f"{name} is {dtype}" for name, dtype in found if declared not in (None, dtype)), "")
@@ -140,8 +140,8 @@ class DtypeContract:
             text = (
                 f"precision contract broken: {what}: {wrong}\n"
                 f"  declared: {declared} (mode {self.mode})\n"
-                "  fix:      remove what casts it (.half(), .bfloat16(), autocast), choose the precision mode that "
-                "says so, or set contract: warn"
+                "  fix:      remove the cast (.half(), .bfloat16(), autocast), choose the precision mode that "
+                "declares it, or set contract: warn"
             )
             if self.is_error:
                 raise ContractError(text)
@@ -153,7 +153,7 @@ class DtypeContract:
     def check_parameters(
         self, what: str, named: Iterable[tuple[str, torch.Tensor]], declared: str | None = None
     ) -> None:
-        """:meth:`check` of trained, frozen and packed ones, by the dtype they rest in or (unpacked) are gathered in."""
+        """:meth:`check` trained, frozen and packed parameters separately, by storage or (unpacked) gathered dtype."""
         kinds: dict[tuple[str, str], list[tuple[str, torch.Tensor]]] = {}
         for name, param in named:
             kind: tuple[str, str] = ("", declared or self.row.param)
@@ -167,8 +167,8 @@ class DtypeContract:
 
     @contextlib.contextmanager
     def watch_reductions(self) -> Iterator[None]:
-        """Compare, until the first step, the dtype of every reduction, which both engines look up in torch."""
-        seen: dict[tuple[str, torch.dtype], torch.Tensor] = {}  # empty ones, that have the dtypes
+        """Check the dtype of every reduction until the first step, by wrapping torch's collectives."""
+        seen: dict[tuple[str, torch.dtype], torch.Tensor] = {}  # empty tensors with these dtypes
         originals = {name: getattr(dist, name) for name in _REDUCTIONS if self.watching and hasattr(dist, name)}
 
         def recording(name: str) -> Callable[..., Any]:
@@ -190,12 +190,12 @@ class DtypeContract:
         self.check("reductions", [(name, like) for (name, _), like in seen.items()], self.row.reduce)
 
     def report(self) -> dict[str, Any]:
-        """Declared and realized dtypes for ``dtypes.json``; what was not observed is absent."""
+        """Declared and realized dtypes for ``dtypes.json``; dtypes that were not observed are absent."""
         return {"mode": self.mode, "declared": declared_dtypes(self.row, self.frozen), "realized": self.realized}
 
 
 def moments(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of an optimizer's state by name, without 0-dim step counters; ``names`` of parameters by ``id``."""
+    """Tensors of an optimizer's state by name, without 0-dim step counters; ``names`` maps parameter ids to names."""
     for param, state in optimizer.state.items():
         for key, value in state.items():
             if torch.is_tensor(value) and value.dim():

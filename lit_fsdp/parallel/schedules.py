@@ -1,4 +1,4 @@
-"""Schedulers that Lightning would not step before a run has ended."""
+"""Find schedulers that Lightning would not step before the end of a run."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ _FIX = 'return {"optimizer": ..., "lr_scheduler": {"scheduler": ..., "interval":
 
 
 def idle_schedulers(trainer: Any, configs: Iterable[Any]) -> list[str]:
-    """A sentence for each scheduler that does not step before the last optimizer step of a run, so moves nothing.
+    """Describe each scheduler that does not step before the last optimizer step of a run, so has no effect.
 
-    Lightning steps one of interval ``epoch`` after whole epochs, and one of interval ``step`` after an optimizer step
-    at a *batch* of the epoch whose number ``frequency`` divides. What is not known, as the length of a loader, is
-    taken to be long enough.
+    Lightning steps schedulers with interval ``epoch`` after whole epochs, and those with interval ``step`` after an
+    optimizer step at a *batch* of the epoch whose number is divisible by ``frequency``. Unknown lengths, such as that
+    of a loader, are assumed to be long enough.
     """
     batches, accumulate, epochs = trainer.num_training_batches, trainer.accumulate_grad_batches, trainer.max_epochs
     if math.isinf(batches) or trainer.fast_dev_run or not trainer.lightning_module.automatic_optimization:
@@ -30,10 +30,8 @@ def idle_schedulers(trainer: Any, configs: Iterable[Any]) -> list[str]:
         else:
             numbers = (n for n in range(every, batches + 1, every) if n % accumulate == 0 or n == batches)
             first = math.ceil(next(numbers, 0) / accumulate) or math.inf
-            at = (
-                f"at every batch number of an epoch ({batches} batches) that {every} divides and an optimizer step ends"
-            )
+            at = f"at batch numbers divisible by {every} that end an optimizer step ({batches} batches per epoch)"
         if first >= last > 1:
-            end = f"this run ends after {last} steps" if first < math.inf else "there is none"
-            found.append(f"{name} moves nothing: Lightning steps it {at}, but {end}; {fix}")
+            end = f"this run ends after {last} steps" if first < math.inf else "no batch matches"
+            found.append(f"{name} has no effect: Lightning steps it {at}, but {end}; {fix}")
     return found

@@ -1,4 +1,4 @@
-"""Feed-forward layers in tiles over positions: what is inside of one, several times as wide, is there for one tile."""
+"""Compute feed-forward layers in tiles over positions, so that their wide activations exist for one tile only."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _MIXES = (_ConvNd, _BatchNorm, nn.RNNBase)
 
 
 def apply_tiles(block: nn.Module, tiles: int | None) -> bool:
-    """Let the feed-forward layers of a block compute in so many tiles, in place; whether it has one.
+    """Compute the feed-forward layers of a block in tiles, in place; returns whether any layer is tiled.
 
-    Each is computed again in the backward pass, a tile at a time. Without ``tiles`` they are as the model made them.
+    Backward recomputes each layer, one tile at a time. Without ``tiles`` the original layers are restored.
     """
     found = [child for name, child in block.named_children() if _is_by_position(name, child)]
     for layer in found:
@@ -35,7 +35,7 @@ def apply_tiles(block: nn.Module, tiles: int | None) -> bool:
 
 
 def _is_by_position(name: str, layer: nn.Module) -> bool:
-    """Whether it takes the activations alone, and is a feed-forward layer by its name or that of its class."""
+    """Whether a layer takes only the activations, and is a feed-forward layer by its name or class name."""
     names = [f"{inner} {type(module).__name__}" for inner, module in layer.named_modules()]
     takes = inspect.signature(layer.forward).parameters
     return (

@@ -1,4 +1,4 @@
-"""Two steps of an optimizer on tiny tensors, laid out as the engine's, before any of the model's is touched."""
+"""Try two optimizer steps on tiny tensors with the engine's layout, before the model is modified."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from torch.distributed.tensor import DTensor, ones
 from torch.optim import Optimizer
 
 _SIZE = 4
-_STRAYS = 1e-2  # of an update; LAMB strays by more, what goes element by element by nothing
+_STRAYS = 1e-2  # relative deviation of an update; LAMB exceeds it, elementwise optimizers do not deviate
 
 
 def refusal_of(optimizer: Optimizer, is_flat: bool, is_saved: bool) -> str:
-    """Why an optimizer, of whatever class, cannot train parameters laid out as its own, in one line; empty if it can.
+    """Return in one line why an optimizer of any class cannot train its sharded parameters; empty if it can.
 
-    A copy of it steps; one that cannot be copied is not tried. ``is_flat``: the parameters are flat parts, as FSDP1
-    gives them, so a matrix in two parts, as two ranks have it, must move as the whole one does. ``is_saved``: what it
-    keeps must be tensors and numbers.
+    A copy of the optimizer takes the steps; optimizers that cannot be copied are not tried. ``is_flat``: parameters are
+    flat parts, as in FSDP1, so a matrix in two parts, as on two ranks, must change like the whole matrix. ``is_saved``:
+    its state must consist of tensors and numbers.
     """
     matrix = torch.linspace(-1, 1, _SIZE * _SIZE)
     values = (matrix.view(_SIZE, _SIZE), *matrix.chunk(2)) if is_flat else ()
     try:
         copies = [_copy_on(v.to, optimizer) for v in values] or [_copy_on(_tiny, optimizer)]
-    except Exception:  # by what its author keeps in it; the first step will tell
+    except Exception:  # depends on the attributes of the class; errors appear in the first step
         return ""
     try:
         with warnings.catch_warnings(), torch.compiler.set_stance("force_eager"):  # torchao compiles for every shape
@@ -39,16 +39,16 @@ def refusal_of(optimizer: Optimizer, is_flat: bool, is_saved: bool) -> str:
     kept = [pair for entry in copies[0].state_dict()["state"].values() for pair in entry.items()] if is_saved else []
     for key, value in kept:
         if not torch.is_tensor(value) and not isinstance(value, (int, float)):
-            return f"its state_dict has a {type(value).__name__}, {key}, where a checkpoint holds a tensor or a number"
+            return f"its state_dict has a {type(value).__name__}, {key}, but checkpoints store only tensors and numbers"
     if is_flat:
         whole, *parts = (torch.stack([one.float().flatten() for one in each]) for each in moved)
         if (torch.cat(parts, dim=1) - whole).norm() > _STRAYS * whole.norm():
-            return "it computes with whole tensors, of which every rank has flat parts"
+            return "it needs whole tensors, but every rank has only flat parts"
     return ""
 
 
 def _tiny(param: torch.Tensor) -> torch.Tensor:
-    """Ones laid out like ``param``, with two rows per shard, or one less on the last if they are not as many on all."""
+    """Ones with the layout of ``param`` and two rows per shard, one fewer on the last if shards are uneven."""
     if not isinstance(param, DTensor):
         return torch.ones([min(size, _SIZE) for size in param.shape], dtype=param.dtype, device=param.device)
     (rows, *others), mesh = param.shape, param.device_mesh
@@ -59,13 +59,13 @@ def _tiny(param: torch.Tensor) -> torch.Tensor:
 
 
 def _copy_on(make: Callable[..., torch.Tensor], optimizer: Optimizer) -> Any:
-    """A copy of an optimizer and of all that it keeps, on tensors made of its parameters, one for those alike."""
+    """Copy an optimizer and its state onto tensors made from its parameters, one for all parameters alike."""
     held = [
         one for value in vars(optimizer).values() for one in (value if isinstance(value, list | tuple) else [value])
     ]
-    optimizers = [optimizer, *(one for one in held if isinstance(one, Optimizer))]  # whose own copies lose attributes
+    optimizers = [optimizer, *(one for one in held if isinstance(one, Optimizer))]  # copies of these lose attributes
     state = defaultdict[Any, Any](dict)
-    known: dict[int, Any] = {id(one): object.__new__(type(one)) for one in optimizers}  # taken in place of copies
+    known: dict[int, Any] = {id(one): object.__new__(type(one)) for one in optimizers}  # used instead of copies
     known[id(optimizer.state)] = state
     for group in optimizer.param_groups:
         alike: dict[Any, nn.Parameter] = {}
@@ -73,7 +73,7 @@ def _copy_on(make: Callable[..., torch.Tensor], optimizer: Optimizer) -> Any:
             value = make(param).clone()
             key = (value.shape, value.dtype, param.requires_grad, isinstance(value, DTensor))
             known[id(param)] = tiny = alike.setdefault(key, nn.Parameter(value, param.requires_grad))
-            for name, kept in optimizer.state.get(param, {}).items():  # of those who begin it when they are made
+            for name, kept in optimizer.state.get(param, {}).items():  # some classes create state in __init__
                 is_like = torch.is_tensor(kept) and kept.shape == param.shape
                 state[tiny][name] = torch.zeros_like(tiny) if is_like else copy.deepcopy(kept)
     hooks: dict[str, Any] = {"_optimizer_step_pre_hooks": {}, "_optimizer_step_post_hooks": {}}
@@ -83,18 +83,18 @@ def _copy_on(make: Callable[..., torch.Tensor], optimizer: Optimizer) -> Any:
     for group in own.param_groups:
         group["params"][:] = dict.fromkeys(group["params"])
         if isinstance(group.get("lr"), float):
-            group["lr"] = 0.1  # a warm-up may begin with none
+            group["lr"] = 0.1  # a warm-up may start at 0
     return own
 
 
 def _moved(optimizer: Any) -> list[torch.Tensor]:
-    """By how much two steps move each trained parameter."""
-    if hasattr(optimizer, "train"):  # schedule-free ones step in no other mode
+    """The change of each trained parameter after two steps."""
+    if hasattr(optimizer, "train"):  # schedule-free optimizers step only in train mode
         optimizer.train()
     params = [param for group in optimizer.param_groups for param in group["params"] if param.requires_grad]
     before = [param.detach().clone() for param in params]
     for _ in range(2):
         for param in params:
             param.grad = param.detach().cos() / 8
-        type(optimizer).step(optimizer)  # the one of the instance, which schedules replace, steps the model's
+        type(optimizer).step(optimizer)  # not the instance's step: schedules replace it by one that steps the model
     return [param.detach() - old for param, old in zip(params, before, strict=True)]

@@ -1,4 +1,4 @@
-"""Which modules become FSDP units, for both engines: a plan, made on meta tensors before anything is sharded."""
+"""Plan which modules become FSDP units, for both engines, on meta tensors before sharding."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from lit_fsdp.config.strategy import StrategyConfig, WrapConfig
 from lit_fsdp.errors import require
 from lit_fsdp.models.experts import grouped_experts
 
-_LARGE_ROOT = 10_000_000  # parameters: too many to be left in the root by a choice that nobody made by name
+_LARGE_ROOT = 10_000_000  # parameters: too many for the root unless units were chosen explicitly
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _NO_MATCH = "which matches no module with parameters and a forward"
-# Their forward reads weights of modules inside them without calling these, so that no hook would gather them.
+# Their forward reads weights of submodules without calling them, so that no hook would gather these weights.
 _READS_ITS_CHILDREN = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
 
 @dataclass(frozen=True)
 class Unit:
-    """One FSDP unit: a module and the parameters it alone gathers."""
+    """One FSDP unit: a module and the parameters that it gathers."""
 
     name: str  # path inside the LightningModule; empty for the root
     class_name: str
-    num_params: int  # without those of units inside it, with frozen ones; a tied weight counts once
-    num_bytes: int  # of these in the storage dtype, before sharding
-    quantization_bytes: int  # beside them, of what turns 4-bit weights back into weights, whole on every rank
+    num_params: int  # without those of inner units, with frozen parameters; a tied weight counts once
+    num_bytes: int  # of these parameters in the storage dtype, before sharding
+    quantization_bytes: int  # additional bytes of the scales of 4-bit weights, whole on every rank
     num_trainable: int
-    tied: list[str]  # names under which a weight of this unit appears again
-    keeps_fp32: bool  # when it is gathered, whatever the precision mode says
+    tied: list[str]  # further names of tied weights of this unit
+    keeps_fp32: bool  # gathered in fp32 in any precision mode
 
 
 @dataclass(frozen=True)
@@ -44,21 +44,21 @@ class UnitPlan:
     """All units of a model, inner ones before outer ones, the root last."""
 
     units: tuple[Unit, ...]
-    source: str  # what decided, for people
-    modules: dict[str, nn.Module]  # of all units but the root, by name
-    blocks: tuple[nn.Module, ...]  # that are recomputed and compiled; units may be inside or around them
-    kept_together: tuple[str, ...]  # that are no units, as a weight of theirs is used outside too
+    source: str  # description of what selected the units
+    modules: dict[str, nn.Module]  # modules of all units except the root, by name
+    blocks: tuple[nn.Module, ...]  # blocks to recompute and compile; units may be inside or around them
+    kept_together: tuple[str, ...]  # modules that are not units because a weight of theirs is also used outside
 
     @property
     def num_params(self) -> int:
-        """Of the whole model; a tied weight counts once."""
+        """Parameters of the whole model; a tied weight counts once."""
         return sum(unit.num_params for unit in self.units)
 
 
 def plan_for(module: nn.Module, config: StrategyConfig, path: str) -> UnitPlan:
-    """:func:`plan_units` as the factory's arguments say; units inside blocks that are to be compiled are refused."""
+    """Call :func:`plan_units` with the strategy's options; refuses units inside blocks that are to be compiled."""
     wrap = config.wrap_config
-    if not config.is_sharded:  # units only say what is recomputed and compiled
+    if not config.is_sharded:  # units only determine what is recomputed and compiled
         wrap = dataclasses.replace(wrap, max_root_share=1.0)
     row = config.precision_config.row
     mixes = config.is_sharded and not wrap.manual and row.compute != row.param
@@ -80,13 +80,13 @@ def plan_units(
     fp32: Collection[nn.Module] = (),
     experts: Iterable[nn.Module] = (),
 ) -> UnitPlan:
-    """The FSDP units of a model: found from the model itself, named, by size, or read back where it wrapped itself.
+    """Plan the FSDP units of a model: detected, by name, by size, or existing units if the model wrapped itself.
 
-    Tied weights stay in the unit that encloses all their users. ``fp32``, gathered in fp32,
-    and ``experts`` become units of their own.
+    Tied weights stay in the unit that contains all their users. ``fp32`` modules, gathered in fp32,
+    and ``experts`` become separate units.
 
     Raises:
-        ConfigError: What matches no module (what exists is listed), or too many parameters left in the root.
+        ConfigError: A name matches no module (existing names are listed), or the root has too many parameters.
     """
     ends = _embeddings_and_heads(model)
     if wrap.manual:
@@ -109,7 +109,7 @@ def plan_units(
 
 
 def audit(plan: UnitPlan, shard_degree: int, recompute: Mapping[str, str]) -> dict[str, Any]:
-    """The plan as plain data for ``audit.json`` and the table: one row per unit and the totals."""
+    """Convert the plan to plain data for ``audit.json`` and the table: one row per unit and the totals."""
     total = max(1, plan.num_params)
     rows = []
     for unit in plan.units:
@@ -129,17 +129,17 @@ def audit(plan: UnitPlan, shard_degree: int, recompute: Mapping[str, str]) -> di
 
 
 def quantized_layers(model: nn.Module) -> dict[str, Any]:
-    """The 4-bit layers of bitsandbytes by name: their ``weight`` holds packed weights, in whatever dtype."""
+    """The 4-bit layers of bitsandbytes by name; their ``weight`` holds packed weights, in any dtype."""
     return {name: module for name, module in model.named_modules() if hasattr(module, "quant_state")}
 
 
 def packed_weights(model: nn.Module) -> dict[int, int]:
-    """How many weights one number of a packed parameter stands for, by ``id``."""
+    """Number of weights in one element of a packed parameter, by ``id``."""
     return {id(layer.weight): layer.weight.element_size() * 2 for layer in quantized_layers(model).values()}
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
-    """Every further name of a tied parameter, mapped to its first name."""
+    """Map every further name of a tied parameter to its first name."""
     first: dict[int, str] = {}
     again: dict[str, str] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
@@ -149,7 +149,7 @@ def tied_names(model: nn.Module) -> dict[str, str]:
 
 
 def owners_by_unit(model: nn.Module, plan: UnitPlan) -> dict[nn.Module, list[tuple[str, nn.Module]]]:
-    """For each unit, ``model`` as the root among them, the modules by name whose own parameters it gathers."""
+    """For each unit, including ``model`` as the root, the modules by name whose own parameters it gathers."""
     units = set(plan.modules.values())
     found: dict[nn.Module, list[tuple[str, nn.Module]]] = {}
     unit_of: dict[nn.Module, nn.Module] = {}
@@ -162,7 +162,7 @@ def owners_by_unit(model: nn.Module, plan: UnitPlan) -> dict[nn.Module, list[tup
 
 
 def last_unit(plan: UnitPlan, model: nn.Module) -> Any:
-    """The unit that is called last, which the backward pass needs at once, so that it stays gathered; or ``None``."""
+    """The unit that is called last or ``None``; it stays gathered, because the backward pass needs it immediately."""
     outer = _outermost(model, plan.modules.values(), [])
     return outer[-1] if outer else None
 
@@ -196,7 +196,7 @@ def _count(
 
 
 def _check_root(model: nn.Module, plan: UnitPlan, wrap: WrapConfig, path: str) -> None:
-    """Refuse a plan that leaves too much in the root, beside what is tied."""
+    """Refuse a plan that leaves too many parameters in the root, not counting tied weights."""
     inner = {id(p) for m in plan.modules.values() for p in m.parameters()}
     tied = {id(p) for name in plan.kept_together for p in model.get_submodule(name).parameters()}
     num_tied = sum(p.numel() for p in model.parameters() if id(p) in tied - inner)
@@ -220,7 +220,7 @@ def _shares_outside(model: nn.Module, candidates: Iterable[nn.Module]) -> dict[n
 
 
 def _outermost(model: nn.Module, modules: Iterable[nn.Module], ends: list[nn.Module]) -> tuple[nn.Module, ...]:
-    """Those not inside another, in the model's order, without ``ends`` (embedding and head)."""
+    """Modules that are not inside another one, in the model's order, without ``ends`` (embedding and head)."""
     wanted = set(modules) - {model, *ends}
     inside = {inner for m in wanted for inner in m.modules() if inner is not m}
     return tuple(m for m in model.modules() if m in wanted and m not in inside)
@@ -229,7 +229,7 @@ def _outermost(model: nn.Module, modules: Iterable[nn.Module], ends: list[nn.Mod
 def _choose(
     model: nn.Module, wrap: WrapConfig, ends: list[nn.Module], path: str
 ) -> tuple[list[nn.Module], list[nn.Module], str]:
-    """Modules that shall be units, those that shall be recomputed, and who said so."""
+    """Return the modules to make units, the modules to recompute, and a description of what selected them."""
     blocks, single, source = _find_units(model)
     named: list[nn.Module] = []
     callable_ones = {name: m for name, m in model.named_modules() if m is not model and _can_be_unit(m)}
@@ -249,7 +249,7 @@ def _choose(
     choices = {"classes": wrap.classes, "patterns": wrap.patterns, "min_num_params": wrap.min_num_params}
     by_name = ", ".join(f"{kind} {given}" for kind, given in choices.items() if given)
     chosen = named if by_name else [*blocks, *single]
-    # the blocks of the model itself, however large its units are, and what else was named outside of these
+    # the model's own blocks, whatever the size of its units, and named modules outside of these blocks
     inside, recomputed = {m for block in blocks for m in block.modules()}, list(blocks)
     if not blocks or wrap.min_num_params is None:
         recomputed += [m for m in named if m not in inside and not set(blocks).intersection(m.modules())]
@@ -259,7 +259,7 @@ def _choose(
 
 
 def _manual_parts(model: nn.Module) -> list[nn.Module]:
-    """The parts of a LightningModule that optimizes manually: the root is gathered for one backward pass only."""
+    """Parts of a LightningModule with manual optimization: the root is gathered for one backward pass only."""
     if getattr(model, "automatic_optimization", True):
         return []
     parts = [inner for part in model.children() for inner in ([part] if _can_be_unit(part) else part.children())]
@@ -267,7 +267,7 @@ def _manual_parts(model: nn.Module) -> list[nn.Module]:
 
 
 def _can_be_unit(module: nn.Module) -> bool:
-    """Whether the module holds parameters and is called: hooks on a list's ``forward`` would never run."""
+    """Whether the module has parameters and a forward: hooks of a module list would never run."""
     return type(module).forward is not nn.Module.forward and any(True for _ in module.parameters())
 
 
@@ -276,12 +276,12 @@ def _classes(modules: Iterable[nn.Module]) -> str:
 
 
 def _ends_with(parts: list[str], wanted: list[str]) -> bool:
-    """Whether ``model.layers.*.mlp`` is the end of a path; ``*`` stands for one part."""
+    """Whether a path ends with a pattern such as ``layers.*.mlp``; ``*`` matches one part."""
     return len(parts) >= len(wanted) and all(map(fnmatchcase, parts[-len(wanted) :], wanted))
 
 
 def _of_size(model: nn.Module, min_num_params: int) -> list[nn.Module]:
-    """Modules grouped bottom-up: one becomes a unit as soon as its not yet grouped parameters reach the size."""
+    """Group modules bottom-up: a module becomes a unit as soon as its ungrouped parameters reach the size."""
     grouped: list[nn.Module] = []
 
     def visit(module: nn.Module) -> int:
@@ -298,7 +298,7 @@ def _of_size(model: nn.Module, min_num_params: int) -> list[nn.Module]:
 
 
 def _find_units(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module], str]:
-    """The repeated blocks a model declares as no-split, or shows by its module lists, single others, and the source."""
+    """Find repeated blocks from no-split classes or module lists, other single no-split modules, and the source."""
     declared = {c for m in model.modules() for c in (getattr(m, "_no_split_modules", None) or ())}
     found = [m for m in model.modules() if type(m).__name__ in declared and _can_be_unit(m)]
     members = {child for m in model.modules() if isinstance(m, _LISTS) for child in m.children()}
@@ -307,11 +307,11 @@ def _find_units(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module], str
     if blocks:
         return blocks, single, f"the model's no-split classes ({_classes(blocks)})"
     blocks = _members_of_lists(model)
-    return blocks, [], f"the model's module lists ({_classes(blocks)})" if blocks else "nothing that repeats"
+    return blocks, [], f"the model's module lists ({_classes(blocks)})" if blocks else "default (no repeated blocks)"
 
 
 def _members_of_lists(module: nn.Module) -> list[nn.Module]:
-    """Members of module lists, and of Sequentials and ModuleDicts whose members are all of one class; outermost."""
+    """Members of outermost module lists, and of Sequentials and ModuleDicts whose members have a single class."""
     holding = [child for child in module.children() if any(True for _ in child.parameters())]
     alike = len({type(child) for child in module.children()}) == 1
     is_list = isinstance(module, nn.ModuleList) or (isinstance(module, _LISTS) and alike)
@@ -344,11 +344,11 @@ def units_already_wrapped(module: nn.Module) -> dict[str, Any]:
 
 
 def clean_name(name: str) -> str:
-    """A module's or a parameter's path without the wrappers that FSDP1 puts into it."""
+    """The path of a module or parameter without FSDP1's wrappers."""
     return ".".join(part for part in name.split(".") if part != "_fsdp_wrapped_module")
 
 
 def unsharded_numels(module: nn.Module) -> dict[int, int]:
-    """Elements of the whole parameter by ``id``, where FSDP1 leaves this rank a view of its part, or nothing."""
+    """Number of elements of the whole parameter by ``id``, for FSDP1, where a rank has only a view of its part."""
     flats = [m._handle.flat_param for m in module.modules() if isinstance(m, FullyShardedDataParallel) and m._handle]
     return {id(param): n for flat in flats for param, n in zip(flat._params or (), flat._numels, strict=False)}

@@ -69,7 +69,7 @@ def test_where_hosts_do_not_meet_training_waits_for_saves(tiny_model: Path, tmp_
         assert (seen["error"], len(seen["losses"]), set(seen["pending"].values())) == ("", 12, {False})
         assert seen["visible"]["4"] == [3]
     (said,) = [text for text in first["said"] + second["said"] if "gloo" in text]
-    assert said.startswith("the hosts do not meet by gloo, so training waits for saves")
+    assert said.startswith("the hosts cannot connect by gloo, so training waits for saves")
     assert whole_steps(tmp_path) == [3, 6, 9, 12]
 
 

@@ -150,7 +150,7 @@ def test_an_error_and_the_end_of_patience_are_those_of_all_ranks(tiny_model: Pat
     """By default one bad gradient ends a run, with ``skip`` a row of them; an overflow of fp16 lowers the scale."""
     job: dict[str, Any] = {"folder": tiny_model, "value": math.inf, "patience": 2}
     for result in on_ranks("poisoned", 2, strategy={"engine": engine}, steps=[1], **job):
-        text = "NonFiniteGradientError: the gradients hold inf or nan"
+        text = "NonFiniteGradientError: the gradients contain inf or nan"
         assert result["error"].startswith(text)
         assert len(result["losses"]) == 1
     strategy = {"engine": engine, "nonfinite_gradients": "skip"}

@@ -131,8 +131,8 @@ def test_what_does_not_fit_is_refused_before_a_process_starts(tiny_model: Path, 
     with pytest.raises(ConfigError, match="got 3 on 4 ranks\n  allowed: a divisor of 4"):
         mesh_shape(StrategyConfig(context_parallel=3), 1, 4)
     for family, words in (
-        ("qwen3_next", "got 2 for qwen3_next, which has layers of another kind"),
-        ("falcon_h1", "got 2 for falcon_h1, which has layers of another kind"),
+        ("qwen3_next", "got 2 for qwen3_next, which has other kinds of layers"),
+        ("falcon_h1", "got 2 for falcon_h1, which has other kinds of layers"),
         ("bloom", "got 2 for bloom with attention"),
     ):
         model = build_on_meta(shrink(AutoConfig.for_model(family), miniature_tokenizer()))

@@ -65,7 +65,7 @@ def test_a_flipped_bit(runs: Callable[..., Any], three_steps: Callable[..., Path
     assert [rank.code for rank in done] == [0, 0], done
     older = run / "checkpoints" / "step-00000002"
     assert f"{newest} is damaged:\n  {file}: xxh3 differs from the manifest\n" in done[0].err
-    assert f"going on from {older} instead of {newest} (resume.fallback)" in done[0].err
+    assert f"resuming from {older} instead of {newest} (resume.fallback)" in done[0].err
     assert "damaged" not in done[1].err  # said once
     (aside,) = (run / "checkpoints").glob("damaged-*")
     assert aside.name.startswith(f"damaged-{NEWEST}-")

@@ -137,7 +137,7 @@ def test_a_scheduler_that_would_never_step_is_named() -> None:
     ]  # fmt: skip
     for said in on_ranks("idle", 1, cases=idle + moves, engine="single"):
         assert [len(texts) for texts in said] == [1] * len(idle) + [0] * len(moves), said
-        assert said[0][0].startswith("StepLR moves nothing: Lightning steps it after every epoch of 8 steps, but this ")
+        assert said[0][0].startswith("StepLR has no effect: Lightning steps it after every epoch of 8 steps, but this ")
         assert '"interval": "step"' in said[0][0]
     first, second = on_ranks("idle", 2, cases=idle[:1], engine="fsdp2")
     assert (len(first[0]), second[0]) == (1, [])  # once

@@ -53,7 +53,7 @@ UNLIKE = {  # on rank 1: what is said, and after how many steps
     "at once": ("optimizers[0].param_groups[0].lr: got 0.01 on rank 0 and 0.5 on rank 1", 0),
     "function": ("optimizers[0].param_groups[0].lr: got 0.005 on rank 0 and 0.0025 on rank 1", 1),
 }
-SAID = "a loader (DataLoader) has ended after 3 batches on 1 of 2 ranks, and so on all of them"
+SAID = "a loader (DataLoader) ended after 3 batches on 1 of 2 ranks, so it ends on all ranks"
 ALIKE_BATCHES: list[tuple[str, dict[str, Any], Any]] = [  # what rank 0 sees; on rank 1 nothing is said
     *((engine, {}, [6, 4, SAID]) for engine in ENGINES),  # two epochs of three batches, of which a step takes two
     ("fsdp2", {"batches": [0, 3]}, [0, 0, SAID.replace("after 3", "after 0")]),

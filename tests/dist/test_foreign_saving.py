@@ -163,10 +163,10 @@ def test_callbacks_and_modules_go_on_with_the_state_of_their_rank(tmp_path: Path
         sharded, (found, *_), (odd, *_) = on_ranks_each("keep", ranks, cases, **more)
         assert [one["given"] for one in sharded] == [wanted] * ranks, other
         assert found["given"] == {"it": {"seen": {"0": 0.5, "step": 2}, "last": 0, "best": 0.5}}
-        assert f"differed between the 2 ranks that saved it; all {ranks} go on with that of rank 0" in found["said"][0]
+        assert f"differed between the 2 ranks that saved it; all {ranks} ranks resume with that of" in found["said"][0]
         assert "callbacks.Keeper.it.last, callbacks.Keeper.it.seen.0, callbacks.Keeper.it.seen.1" in found["said"][0]
-        assert "tensors that each of 2 has saved of its own: callbacks.Keeper.it.a" in odd["error"]
-        assert "resume as it was saved, leave that callback out, or let it keep DTensors" in odd["error"]
+        assert "tensors that each of 2 ranks saved separately: callbacks.Keeper.it.a" in odd["error"]
+        assert "resume with the saved layout, drop that callback, or let it keep DTensors" in odd["error"]
 
 
 def test_a_state_that_no_checkpoint_can_hold_is_refused_before_the_first_step(tmp_path: Path) -> None:

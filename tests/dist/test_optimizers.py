@@ -122,7 +122,7 @@ def test_what_fails_in_step_1_is_refused_before_the_first_batch(engine: str, ran
     everywhere = {"Nested": "a dict, more", "Asking": "closure", "LBFGS": "", "SparseAdam": "sparse|dense gradients"}
     wanted = everywhere | {
         "fsdp2": {"ByMask": "index_put", "Rprop": r"fsdp1 \| ddp \| single: ", "SGD": "_fused_sgd_"},
-        "fsdp1": {"ByNorm": "it computes with whole tensors"},
+        "fsdp1": {"ByNorm": "it needs whole tensors"},
     }.get(engine, {})
     if Version(torch.__version__).release >= (2, 15):  # whose DTensors take masks
         wanted.pop("ByMask", None)

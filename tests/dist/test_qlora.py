@@ -95,4 +95,4 @@ def test_what_was_saved_is_the_model_that_was_trained(
     for words in (asked, ["export", "--ckpt", ckpt, "--out", "merged", "--merge"]):
         (done,) = command(1, [*words, "--base", "other"], tmp_path)
         assert done.code == 2
-        assert re.search(r"error: --base: got \S+/other \(xxh3 \w+\), which is another base", done.err)
+        assert re.search(r"error: --base: got \S+/other \(xxh3 \w+\), which is not the base", done.err)

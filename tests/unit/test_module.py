@@ -153,7 +153,7 @@ def test_a_schedule_needs_an_end():
     """Epochs of a stream are none."""
     stream = (rows(1) for _ in range(3))
     for epochs, batches in ((-1, DataLoader([rows(1)], batch_size=None)), (2, stream)):
-        with pytest.raises(ConfigError, match="max_steps or max_epochs, which schedule cosine falls towards"):
+        with pytest.raises(ConfigError, match="max_steps or max_epochs, which schedule cosine needs to decay"):
             quiet(max_epochs=epochs, max_time={"seconds": 1}).fit(module(), batches)
 
 

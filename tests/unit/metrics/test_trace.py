@@ -49,7 +49,7 @@ def test_a_trace_of_threads():
 
 def test_what_is_advised():
     usual = trace_record(json.loads(NCCL.read_text()))
-    assert advice([usual, usual])[0].startswith("nothing stands out: computing takes 78% of the step")
+    assert advice([usual, usual])[0].startswith("no bottleneck found: compute takes 78% of the step")
     cases = [
         ("data wait", "all", 400, "data.num_workers"),
         ("forward", "exposed communication", 400, "data.micro_batch_size"),

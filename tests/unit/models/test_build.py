@@ -30,13 +30,13 @@ def test_what_cannot_be_built_and_attention_that_the_model_lacks(tiny, caplog):
 
 
 def test_attention_on_gpus_is_said_and_refused_where_it_is_not_there(monkeypatch):
-    sdpa, kernels = "leave attn_implementation out, which takes sdpa", "sdpa (torch's kernels: "
+    sdpa, kernels = "leave attn_implementation out to use sdpa", "sdpa (torch's kernels: "
     for name, major, package, fix, said in (
         ("flash_attention_2", 9, None, f"pip install flash-attn --no-build-isolation, or {sdpa}", ""),
         ("flash_attention_3", 9, None, "build the folder hopper of", ""),
         ("flash_attention_2", 7, "there", sdpa, ""),
         ("flash_attention_2", 8, "there", None, "flash_attention_2, as model.attn_implementation says"),
-        (None, 7, None, None, f"{kernels}memory-efficient: flash takes bf16 or fp16, on Ampere or newer), the default"),
+        (None, 7, None, None, f"{kernels}memory-efficient: flash needs bf16 or fp16, on Ampere or newer), the default"),
         (None, 9, None, None, f"{kernels}flash without a mask, memory-efficient or cuDNN's with one), the default"),
     ):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda found=major: (found, 0))

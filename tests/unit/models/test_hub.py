@@ -36,8 +36,8 @@ def test_a_missing_package_is_named():
     for error, fix in (
         (ModuleNotFoundError("No module named 'sentencepiece'", name="sentencepiece"), "pip install sentencepiece"),
         (ImportError("Please install gguf>=0.10.0 to load a GGUF file"), "pip install 'lit-fsdp[gguf]'"),
-        (ImportError("it requires the protobuf library"), "install the package that it names"),
-        (OSError("no such file"), "check that the files are whole"),
+        (ImportError("it requires the protobuf library"), "install the package named in the error"),
+        (OSError("no such file"), "check that the files are complete"),
     ):
         with pytest.raises(ConfigError) as raised, hub.reading("some.gguf"):
             raise error
@@ -90,7 +90,7 @@ def test_push_to_the_hub(monkeypatch, tmp_path):
     uploaded = api.upload_folder.call_args.kwargs
     assert (uploaded["repo_id"], uploaded["folder_path"]) == ("me/model", tmp_path)
     api.repo_info.return_value.private = False
-    with pytest.raises(ConfigError, match="model with --private, and it is public"):
+    with pytest.raises(ConfigError, match="model with --private, but it is public"):
         hub.push(tmp_path, "model", True)
     assert api.upload_folder.call_count == 1
 

@@ -63,18 +63,18 @@ def test_names_that_cannot_be_meant_are_refused(tiny):
         ({"peft_args": {"lora_alpha": 3}}, "peft_args.lora_alpha", "write model.lora.alpha"),
         ({"peft_args": {"rank_patern": {}}}, "peft_args.rank_patern", "write rank_pattern"),
         ({"peft_args": {"bias": "all"}}, "peft_args.bias", "name modules in modules_to_save"),
-        ({"peft_args": {"init_lora_weights": "pissa"}}, "peft_args.init_lora_weights", "is not initialized"),
+        ({"peft_args": {"init_lora_weights": "pissa"}}, "peft_args.init_lora_weights", "does not support"),
         ({"peft_args": {"init_lora_weights": False}}, "peft_args.init_lora_weights", "write true or gaussian"),
         ({"peft_args": {"ensure_weight_tying": True}}, "peft_args.ensure_weight_tying", "drop it"),
-        ({"peft_args": {"rank_pattern": {"k_proj": 3}}}, "peft_args.rank_pattern", r"\['k_proj'\], which fit nothing"),
-        ({"peft_args": {"layers_to_transform": [0, 9]}}, "peft_args.layers_to_transform", "no layer of that number"),
+        ({"peft_args": {"rank_pattern": {"k_proj": 3}}}, "peft_args.rank_pattern", r"\['k_proj'\], which match"),
+        ({"peft_args": {"layers_to_transform": [0, 9]}}, "peft_args.layers_to_transform", "that layer has no adapter"),
         ({"peft_args": {"exclude_modules": ["kk"]}, "target_modules": ["q_proj"]}, "peft_args", "no modules were"),
         ({"peft_args": {"layers_to_transform": [0]}, "target_modules": ".*q_proj"}, "peft_args", "`layers_to_tr"),
     ):
         with pytest.raises(ConfigError, match=text) as error:
             apply_lora(build_on_meta(tiny("llama")), build(LoraConfig, lora, "model.lora"))
         assert error.value.field == f"model.lora.{field}"
-    for pattern, text in (("model.embed_token.*", "such as model.embed_tokens.weight"), ("*", "something to train")):
+    for pattern, text in (("model.embed_token.*", "such as model.embed_tokens.weight"), ("*", "trainable parameters")):
         with pytest.raises(ConfigError, match=text):
             freeze_parameters(build_on_meta(tiny("llama")), [pattern])
 
@@ -185,7 +185,7 @@ def test_linear_layers_but_the_head_and_what_is_trained_whole_are_packed(tiny):
 
 
 def test_what_cannot_be_quantized_is_refused(tiny, monkeypatch):
-    with pytest.raises(ConfigError, match="nf4 for GPT2LMHeadModel, which has no linear layer but the head"):
+    with pytest.raises(ConfigError, match="nf4 for GPT2LMHeadModel, which has no linear layer except the head"):
         apply_nf4(build_on_meta(tiny("gpt2")), [], False)
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(ConfigError, match=r"pip install 'lit-fsdp\[qlora\]'"):

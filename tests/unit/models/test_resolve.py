@@ -102,7 +102,7 @@ def test_names_that_cannot_be_used(tmp_path, saved, tiny, no_hub):
         (tmp_path / "empty", r"config\.json[\s\S]*export it first", {}),
         (tmp_path / "bare", f"for random init name {tmp_path / 'bare' / 'config.json'}", {}),
         (folder, "which is quantized", {}),
-        (tmp_path / "adapter", r"holds an adapter\n.*\n.*name its base \(some/base\).*lit-fsdp export --merge", {}),
+        (tmp_path / "adapter", r"contains an adapter\n.*\n.*name its base \(some/base\).*lit-fsdp export --merge", {}),
         ("some/model", "configs/model", {"miniature": True}),
         ({"model_type": "mamba"}, r"model\.miniature: got true for mamba", {"miniature": True}),
     ):
@@ -177,7 +177,7 @@ def test_a_scaling_that_is_added_keeps_the_frequencies_of_the_model(tmp_path, no
         )
         caplog.clear()
         if meant is None:
-            wanted = r"with rope_\w+ .* beside rope_parameters.*\n.*\n.*write .* into rope_parameters"
+            wanted = r"with rope_\w+ .* and rope_parameters.*\n.*\n.*write .* into rope_parameters"
             with pytest.raises(ConfigError, match=wanted):
                 resolve_architecture(ModelConfig(name=name, miniature=form == "miniature"))
             continue

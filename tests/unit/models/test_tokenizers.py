@@ -68,7 +68,7 @@ def test_a_token_without_an_embedding_refuses_the_rows_that_hold_it(saved, tmp_p
     module = CausalLMModule(name=str(folder))
     pad, good = miniature_tokenizer().pad_token_id, {"prompt": "a", "completion": "b"}
     assert (pad, module.tokenizer.pad_token_id, pad_id(module.tokenizer, module.num_embeddings)) == (pad, pad, pad - 1)
-    assert caplog.text.count("without an embedding in the model, so a row that holds one is refused: <|pad|>\n") == 1
+    assert caplog.text.count("without an embedding in the model; rows that contain them are refused: <|pad|>\n") == 1
     owner = SimpleNamespace(tokenizer=module.tokenizer, num_embeddings=module.num_embeddings)
     trainer = SimpleNamespace(world_size=1, global_rank=0, global_step=0, lightning_module=owner)
     trainer.strategy = SimpleNamespace(root_device=torch.device("cpu"))
@@ -221,7 +221,7 @@ def test_known_tokens_change_nothing_and_a_foreign_tokenizer_is_refused(base, ca
     assert (source.overlay, source.hf_config.vocab_size) == (None, TIGHT)
     with caplog.at_level(logging.INFO, logger="lit_fsdp"):
         assert len(load_tokenizer(source, config)) == TIGHT
-    assert "none, as it has them all" in caplog.text
+    assert "none, all tokens exist" in caplog.text
     folder = base("qwen2", rows=300)
     with pytest.raises(ConfigError, match=r"17 tokens beyond the 300 embeddings, which add_tokens does not name"):
         resolve_model(ModelConfig(name=str(folder), add_tokens=TOKENS))

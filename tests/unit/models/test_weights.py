@@ -71,7 +71,7 @@ def test_experts_in_mxfp4_are_unpacked_as_they_are_read(saved):
         assert torch.equal(weights.read_named(name), whole)
         assert torch.equal(weights.read_named(name, slice(1, 3)), whole[1:3])
     _rewrite(folder, lambda stored: {name: t for name, t in stored.items() if not name.endswith("gate_up_proj_scales")})
-    with pytest.raises(ConfigError, match=r"which is quantized: it holds .*gate_up_proj_blocks"):
+    with pytest.raises(ConfigError, match=r"which is quantized: it contains .*gate_up_proj_blocks"):
         resolve_model(ModelConfig(name=str(folder)))
 
 

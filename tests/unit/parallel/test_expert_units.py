@@ -48,7 +48,7 @@ def test_what_cannot_be_divided_is_refused_by_name():
     for family, changes, text in (
         ("llama", {}, "2 for llama, which has no such experts"),
         ("llama4_text", {}, "2 for llama4_text, which has no such experts"),
-        ("qwen3_moe", {"experts_implementation": "eager"}, "whose experts compute by eager"),
+        ("qwen3_moe", {"experts_implementation": "eager"}, "whose experts use eager"),
     ):
         model = _model(family)
         if changes:

@@ -89,7 +89,7 @@ def test_mixtures_and_layers_that_take_more_are_left_alone() -> None:
     for family, wanted in (("deepseek_v3", ["full, 3 tiles", "full"]), ("mixtral", None), ("opt", None)):
         _, blocks = built(family)
         if wanted is None:
-            with pytest.raises(ConfigError, match=r"here\.tiles: got 3, and no block .*Attention.*\n.*no mixture"):
+            with pytest.raises(ConfigError, match=r"here\.tiles: got 3, but no block .*Attention.*\n.*without experts"):
                 prepare_blocks(blocks, TILED, path="here")
             continue
         prepare_blocks(blocks, TILED)

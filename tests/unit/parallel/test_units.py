@@ -148,10 +148,10 @@ def test_too_much_in_the_root_is_refused_with_the_share():
     tied = plan_units(llama(tied=True, vocab=5000), AUTO)
     assert tied.units[-1].num_params > 0.9 * tied.num_params
     small = plan_units(nn.Sequential(nn.Linear(2, 2)), AUTO)
-    assert (sizes(small), small.source) == ({"": 6}, "nothing that repeats")
+    assert (sizes(small), small.source) == ({"": 6}, "default (no repeated blocks)")
     large = nn.Sequential(nn.Linear(4000, 4000, device="meta"))
     given = refused(large, AUTO).given
-    assert given == "units by nothing that repeats, which leave 100% of 16,004,000 parameters in the root unit"
+    assert given == "units by default (no repeated blocks), which leave 100% of 16,004,000 parameters in the root unit"
 
 
 def test_units_inside_blocks_cannot_be_compiled():
