@@ -173,6 +173,9 @@ def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 _QUERIES = 1024  # per chunk, where earlier keys exist
+# Samples up to this length are attended to in fp32 on a CPU: the backward pass of torch's kernel takes 3 to 7 times as
+# long in bf16 (torch 2.15, AMX, 64 and 113 tokens), and longer in all up to here.
+_SHORT = 256
 
 
 def _banded(tensors: Sequence[torch.Tensor], window: int | None, options: dict[str, Any]) -> torch.Tensor:
@@ -181,7 +184,12 @@ def _banded(tensors: Sequence[torch.Tensor], window: int | None, options: dict[s
     num_queries, num_keys, grouped = query.shape[2], key.shape[2], query.shape[1] != key.shape[1]
     before, is_plain = num_keys - num_queries, "sinks" in options
     if not before and not is_plain and (window is None or num_keys <= window):
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped, **options)
+        if query.device.type != "cpu" or query.dtype == torch.float32 or num_keys > _SHORT:
+            return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped, **options)
+        with torch.autocast("cpu", enabled=False):
+            exact = (x.float() for x in tensors)
+            out = F.scaled_dot_product_attention(*exact, is_causal=True, enable_gqa=grouped, **options)
+        return out.to(query.dtype)
     if grouped:  # with a mask, fast kernels do not support grouped heads
         key, value = (repeat_kv(x, query.shape[1] // x.shape[1]) for x in (key, value))
     positions, reach = torch.arange(num_keys, device=query.device), window or num_keys
