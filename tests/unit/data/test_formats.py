@@ -146,7 +146,7 @@ def test_a_wrong_map_of_turns_is_refused(tmp_path: Path):
     for key in ("role", "content", "train", "tool_calls"):
         config = DataConfig(turns=TurnsConfig(**{key: "spaeker"}))
         with pytest.raises(
-            DataError, match=rf"a\.jsonl: no message with the key 'spaeker'.*{key!r}\n  allowed: .*'speaker'"
+            DataError, match=rf"a\.jsonl: no message has the key 'spaeker'.*{key!r}\n  allowed: .*'speaker'"
         ):
             _ = find_sources(path, config)[0].row_format
     entry = SourceConfig(source=path, turns=TurnsConfig(roles={"bot": "user"}))

@@ -277,7 +277,7 @@ def test_which_turns(small: Any):
     assert "train" not in shown(small, encode(small, keys, flagged))
     last = CHATML.replace("m.role == 'assistant'", "m.role == 'assistant' and loop.last")
     assert supervised(small, last, say(*FOUR), supervise="last") == ["4<|im_end|>"]
-    with pytest.raises(DataError, match="does not show assistant turn 1 whole"):
+    with pytest.raises(DataError, match="does not write assistant turn 1 in full"):
         encode(small, last, say(*FOUR))
     for whole in (False, True):
         said = f"message 0: train: {str(not whole).lower()} on a message of the role user"
@@ -335,7 +335,7 @@ def test_a_token_across_the_border_is_split(small: Any):
 
 def test_a_template_that_does_something_else_is_refused(small: Any):
     """And marks around something else; or the model would learn to call without arguments, or to say nothing."""
-    shows, other = "does not show assistant turn 1 whole", "does something else with this conversation"
+    shows, other = "does not write assistant turn 1 in full", "renders this conversation differently"
     head, talk = "{% for m in messages %}[{{ m.role }}]", say("u:one", "a:two", "u:three", "a:four")
     turn = "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}</s>{% endgeneration %}{% endif %}"
     macro = "{% macro turn(m) %}[{{ m.role }}]" + turn + "{% endmacro %}"
