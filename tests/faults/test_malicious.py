@@ -169,7 +169,7 @@ def test_links_out_of_the_folder(victim: Path, tmp_path: Path) -> None:
         path, there = victim / name, outside / os.path.basename(name)
         path.rename(there)
         path.symlink_to(there)
-        with pytest.raises(CheckpointError, match="leads out of the checkpoint"):
+        with pytest.raises(CheckpointError, match="links outside the checkpoint"):
             store.verify_files(victim)
         path.unlink()
         there.rename(path)

@@ -20,7 +20,7 @@ from lit_fsdp.errors import CheckpointError
 def test_only_checkpoints_files_and_links_give_their_place_up(tmp_path: Path):
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "mine").touch()
-    with pytest.raises(CheckpointError, match="not replaced, because it is no checkpoint"):
+    with pytest.raises(CheckpointError, match="not replaced, because it is not a checkpoint"):
         disk.stage(tmp_path / "notes")
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").touch()

@@ -103,5 +103,5 @@ def test_what_is_no_run(run: Callable[..., Path], tmp_path: Path):
         for given in ("rum", file):
             with pytest.raises(ConfigError, match="which is no folder"):
                 commands.run(["ckpt", verb, given])
-        with pytest.raises(CheckpointError, match="so this is no checkpoint"):
+        with pytest.raises(CheckpointError, match="so this is not a checkpoint"):
             commands.run(["ckpt", verb, "empty"])
