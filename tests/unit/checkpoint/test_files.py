@@ -45,4 +45,4 @@ def test_without_locks_a_warning_says_so(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(fcntl, "flock", mock.Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
     with caplog.at_level(logging.WARNING):
         RunLock(tmp_path).release()
-    assert "nothing keeps a second job out of this run folder" in caplog.text
+    assert "a second job could use this run folder" in caplog.text
