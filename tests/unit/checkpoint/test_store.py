@@ -145,9 +145,7 @@ def test_a_plan_compares_no_parts_with_each_other(tmp_path: Path, monkeypatch: p
     plans = [planner.create_local_plan() for planner in planners]
     assert planners[0].create_global_plan(plans)[0] == plans
     for wrong in (plans[1:], [*plans[:-1], plans[0]]):  # a part is missing, one is there twice
-        with pytest.raises(
-            CheckpointError, match="model/wide: the parts that the ranks hold do not make up the tensor"
-        ):
+        with pytest.raises(CheckpointError, match="model/wide: the parts of the ranks do not cover the tensor"):
             planners[0].create_global_plan(wrong)
 
 
