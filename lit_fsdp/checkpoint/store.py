@@ -231,7 +231,7 @@ def load_tensors(folder: Path, into: Mapping[str, torch.Tensor], skip: Collectio
 def load_weights(module: Module, path: Path | str) -> Module:
     """Load the weights of a checkpoint into a plain module, in one process, and return the module.
 
-    This calls ``configure_model`` of a module that builds its layers, and reads the base of adapters, there. With
+    If needed, this calls ``configure_model``, where a module builds its layers and reads the base of adapters. With
     ``strict_loading = False``, parameters that are missing in the checkpoint stay unchanged.
 
     Raises:
