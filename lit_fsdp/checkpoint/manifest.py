@@ -88,7 +88,7 @@ class Manifest:
         num_bytes = path.stat().st_size
         if num_bytes != self.files[name].num_bytes:
             raise CheckpointError(
-                f"{path}: {num_bytes} bytes, but {self.files[name].num_bytes} in the manifest; "
+                f"{path}: {num_bytes} bytes, {self.files[name].num_bytes} in the manifest; "
                 "this checkpoint is damaged, use another one"
             )
         return path
