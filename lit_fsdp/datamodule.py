@@ -1,4 +1,4 @@
-"""The LightningDataModule: rows are tokenized before processes meet, and batches do not depend on their number."""
+"""LightningDataModule that tokenizes before ranks synchronize; batches do not depend on the number of ranks."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ _STAGES = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "pr
 
 
 class CausalLMDataModule(LightningDataModule):
-    """Rows as padded or packed batches; its arguments are the fields of :class:`lit_fsdp.config.data.DataConfig`.
+    """Padded or packed batches of rows; its arguments are the fields of :class:`lit_fsdp.config.data.DataConfig`.
 
-    In somebody's own Trainer ``prepare_data`` tokenizes; the command line calls :meth:`prepare` before. All ranks read
-    a data set on the hub at the commit that its name stood for on the first one.
+    With your own Trainer ``prepare_data`` tokenizes; the command line calls :meth:`prepare` before. All ranks read a
+    data set on the hub at the commit that the first rank resolved.
     """
 
-    num_embeddings: int | None = None  # rows with larger token ids are refused; None: as the module says, if it does
+    num_embeddings: int | None = None  # larger token ids raise DataError; None: the module's value, if any
 
     @takes_fields(DataConfig)
     def __init__(self, **kwargs: Any) -> None:
         super().__init__()
         kwargs = vars(build(DataConfig, kwargs, "data"))
-        self.config = DataConfig(**kwargs)  # where jsonargparse finds the arguments that a recipe may give
+        self.config = DataConfig(**kwargs)  # jsonargparse finds the recipe's arguments here
         self.prepare_data_per_node = True
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._seed: int | None = None
@@ -65,7 +65,7 @@ class CausalLMDataModule(LightningDataModule):
         self._tokenizer, self._seed, self._takes_pairs = tokenizer, seed, is_preference
 
     def prepare(self, splits: Sequence[str]) -> dict[str, Samples]:
-        """Tokenize and pack the named splits that the recipe has; see :func:`prepare_samples`."""
+        """Tokenize and pack the requested splits of the recipe; see :func:`prepare_samples`."""
         if self._takes_pairs is None:
             module = getattr(self.trainer, "lightning_module", None)
             self._takes_pairs = getattr(module, "is_preference", None)
@@ -89,13 +89,13 @@ class CausalLMDataModule(LightningDataModule):
         return self._samples
 
     def describe(self) -> dict[str, Any]:
-        """What is about to be trained on, of the splits that are prepared: see :func:`describe_data`."""
+        """Summarize the prepared splits; see :func:`describe_data`."""
         encoder = self._encoder()
         first = prepare_samples(self.config, ("train",), encoder) if self._streams_train else {}
         return describe_data({**first, **self._samples}, self.config, encoder)
 
     def prompts(self, of: int | str) -> list[Prompt]:
-        """Prompts of so many of the first validation rows that are kept, or of all rows of a source."""
+        """Return prompts of the first ``of`` kept validation rows, or of all rows of a source."""
         tokenizer, config = self._tokenizer_or_the_models(), self.config
         if isinstance(of, str):
             return read_prompts(of, config, tokenizer, num_embeddings=self._num_embeddings)
@@ -106,7 +106,7 @@ class CausalLMDataModule(LightningDataModule):
         return read_prompts(sources, config, tokenizer, set(numbers), self._num_embeddings)
 
     def prepare_data(self) -> None:
-        """As :meth:`prepare`, by one process per node; an error is for :meth:`setup`, as others wait at a barrier."""
+        """Run :meth:`prepare` in one process per node; :meth:`setup` raises errors, as others wait at a barrier."""
         assert self.trainer is not None
         try:
             self.prepare(_STAGES[str(self.trainer.state.fn.value)] if self.trainer.state.fn else ())
@@ -114,18 +114,18 @@ class CausalLMDataModule(LightningDataModule):
             self._refused = error
 
     def setup(self, stage: str) -> None:
-        """Map the tokenized rows, at the commits that the first rank found; in training settle the accumulation.
+        """Memory-map the tokenized rows at the commits of the first rank; for training, set the accumulation steps.
 
-        An error that one rank has met in :meth:`prepare_data` is raised on all of them.
+        An error of one rank in :meth:`prepare_data` is raised on all ranks.
         """
         if self.trainer is not None:
             strategy, refused, self._refused = self.trainer.strategy, self._refused, None
             is_good = strategy.reduce_boolean_decision(refused is None)
             said, config = strategy.broadcast((str(refused) if refused else None, self.config))
             if not is_good:
-                raise refused or DataError(said or "another node could not prepare the data, and says why")
-            config = dataclasses.replace(config, cache_dir=self.config.cache_dir)  # a node's own
-            if config != self.config:  # as after a push to the hub in the meantime
+                raise refused or DataError(said or "another node could not prepare the data; see its log")
+            config = dataclasses.replace(config, cache_dir=self.config.cache_dir)  # specific to a node
+            if config != self.config:  # for example after a push to the hub in the meantime
                 self.config, self._samples = config, {}
         self.prepare(_STAGES[stage])
         if stage != "fit" or self.trainer is None:
@@ -135,8 +135,8 @@ class CausalLMDataModule(LightningDataModule):
         callbacks: Any = getattr(trainer, "callbacks", ())
         is_proved = any(getattr(callback, "proves_isolation", False) for callback in callbacks)
         if self.config.packing and not is_proved and is_first_process():
-            give = "give the Trainer callbacks=[lit_fsdp.IsolationProof()]"
-            _log.warning("data.packing: %s, or nothing proves that samples are apart", give)
+            give = "pass callbacks=[lit_fsdp.IsolationProof()] to the Trainer"
+            _log.warning("data.packing: %s to verify that packed samples do not attend to each other", give)
         scheduled = any(isinstance(callback, GradientAccumulationScheduler) for callback in callbacks)
         allowed = "one data.global_batch_size for the whole run: the order of samples is a function of the step"
         require(not scheduled, "trainer.callbacks", "GradientAccumulationScheduler", allowed, "drop it")
@@ -148,14 +148,14 @@ class CausalLMDataModule(LightningDataModule):
             trainer.limit_val_batches = 0  # or Lightning warns of a loader without batches
 
     def fix_batches(self, world_size: int, accumulate: int | None) -> int:
-        """Settle the global batch size, and return the forward passes per step; see :func:`accumulation_steps`."""
+        """Set the global batch size, and return the forward passes per step; see :func:`accumulation_steps`."""
         steps = accumulation_steps(self.config, world_size, accumulate)
         total = steps * self.config.micro_batch_size * world_size
         self.config = dataclasses.replace(self.config, global_batch_size=total)
         return steps
 
     def train_dataloader(self) -> BatchLoader | StreamLoader:
-        """Micro-batches of this rank from the Trainer's step on."""
+        """Return the micro-batches of this rank, starting at the Trainer's step."""
         trainer, config = self._trainer(), self.config
         if config.streaming:
             return self._streamed()
@@ -173,14 +173,14 @@ class CausalLMDataModule(LightningDataModule):
         return self._loader("train", indices, num_micro_batches(order, micro, ranks))
 
     def rows_of_step(self, step: int) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Token ids and supervision of every row of optimizer step ``step`` (from 0), also of those of its packs."""
+        """Return token ids and mask of every row, including rows in packs, of optimizer step ``step`` (from 0)."""
         order, samples = self._order(), self._split("train")
         epoch, index = divmod(step, order.batches_per_epoch)
         items = order.global_batch(order.permutation(epoch), index)
         return [samples.rows.row(int(row)) for item in items for row in samples.members(int(item))]
 
     def position_at(self, step: int) -> tuple[int, int, int]:
-        """Where optimizer step ``step`` (>= 1) ends: epoch (from 0), micro-batches done in it, micro-batches it has."""
+        """Return where step ``step`` (>= 1) ends: epoch (from 0), and its finished and total micro-batches."""
         accumulate = self._trainer().accumulate_grad_batches
         if self.config.streaming:
             return 0, step * accumulate, (step + 1) * accumulate
@@ -190,13 +190,13 @@ class CausalLMDataModule(LightningDataModule):
         return epoch, min((index + 1) * accumulate, length), length
 
     def state_dict(self) -> dict[str, Any]:
-        """What the global order depends on; the position in it is the Trainer's step, beside which a stream has one."""
+        """Return what the global order depends on; the position is the Trainer's step, or that of a stream."""
         if self._stream is not None:
             return self._stream.record(int(self._trainer().global_step))
         return self._order().record() if "train" in self._samples else {}
 
     def checkpoint_manifest(self, step: int) -> dict[str, Any]:
-        """The data position after optimizer step ``step``: with the order, it is all that decides what comes next."""
+        """Return the data position after optimizer step ``step``, which with the order determines all later batches."""
         if self._stream is not None:
             return {"data": self._stream.record(step)}
         order = self._order()
@@ -204,36 +204,36 @@ class CausalLMDataModule(LightningDataModule):
         return {"data": {**order.record(), "epoch": epoch, "global_batches_done_in_epoch": done}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Say so if global batches are other ones than before; DataError for a stream, where a position is lost."""
+        """Log a warning if global batches change; DataError for a stream whose position becomes invalid."""
         self._position = state_dict.get("position")
         now = self._streamed().stream.record() if self._streams_train else self.state_dict()
         then = {name: state_dict.get(name, now[name]) for name in now}
         other = ", ".join(f"{name} {then[name]} → {now[name]}" for name in now if then[name] != now[name])
         if self._streams_train and self._position and then["fingerprint"] != now["fingerprint"]:
             fix = "resume with the same files, or the same revision of each source"
-            raise DataError(f"data.train: not what was streamed before the checkpoint: {other}\n  fix:     {fix}")
+            raise DataError(f"data.train: the stream differs from that of the checkpoint: {other}\n  fix:     {fix}")
         if other and is_first_process():
-            _log.warning("the checkpoint comes from other global batches, which are not continued: %s", other)
+            _log.warning("global batches differ from those of the checkpoint and are not continued: %s", other)
 
     def val_dataloader(self) -> BatchLoader | list[Any]:
-        """Every validation row once, in file order; nothing if the recipe has no validation rows."""
+        """Return every validation row once, in file order; empty if the recipe has no validation rows."""
         return self._evaluation("val") if self.config.has("val") else []
 
     def test_dataloader(self) -> BatchLoader:
-        """Every test row once, in file order."""
+        """Return every test row once, in file order."""
         return self._evaluation("test")
 
     def predict_dataloader(self) -> BatchLoader:
-        """Every row to be scored once, in file order."""
+        """Return every row to score once, in file order."""
         return self._evaluation("predict")
 
     def sets_of(self, split: str) -> list[tuple[str, int]]:
-        """Named sets of a split in the order of its items, each with the number of the item behind its last one."""
+        """Return the named sets of a split in item order, each with its exclusive end index."""
         samples = self._samples.get(split)
         return [] if samples is None else list(zip(samples.sets, np.cumsum(samples.groups).tolist(), strict=False))
 
     def in_order(self, split: str) -> tuple[BatchLoader, int, str] | None:
-        """Every item of a split in file order, their number, and what tells them from others; None if there is none."""
+        """Return all items of a split in file order, their number, and an identity; None if the split is missing."""
         if split not in self._samples:
             return None
         samples = self._samples[split]
@@ -253,7 +253,7 @@ class CausalLMDataModule(LightningDataModule):
         trainer, samples = self._trainer(), self._split(split)
         parts = np.split(np.arange(len(samples)), np.cumsum(samples.groups)[:-1] if samples.sets else [])
         cut = partial(micro_batches, micro_batch_size=self.config.micro_batch_size)
-        # all items of a batch are of one set; sets take turns, so that trainer.limit_val_batches leaves some of each
+        # each batch has items of one set; sets alternate, so that trainer.limit_val_batches keeps some of each
         ranks, rank = data_ranks(trainer)
         turns = zip_longest(*(cut(part, ranks=ranks, rank=rank) for part in parts))
         batches = [one for turn in turns for one in turn if one is not None]
@@ -275,7 +275,7 @@ class CausalLMDataModule(LightningDataModule):
         return GlobalOrder(len(samples), size, samples.order_fingerprint, self._order_seed(), config.shuffle, *parts)
 
     def _order_seed(self) -> int:
-        seeds = (self.config.seed, self._seed, os.environ.get("PL_GLOBAL_SEED"), 0)  # the third by seed_everything
+        seeds = (self.config.seed, self._seed, os.environ.get("PL_GLOBAL_SEED"), 0)  # seed_everything sets the third
         return int(next(seed for seed in seeds if seed is not None))
 
     def _trainer(self) -> Any:
@@ -283,7 +283,7 @@ class CausalLMDataModule(LightningDataModule):
         return self.trainer
 
     def _encoder(self) -> RowEncoder:
-        """Rows to samples; the tokenizer gets the template of ``data.chat_template``, so that exports carry it."""
+        """Build the encoder; the tokenizer gets the template of ``data.chat_template``, so that exports include it."""
         tokenizer = self._tokenizer_or_the_models()
         encoder = RowEncoder(tokenizer, self.config, self._num_embeddings)
         if self.config.chat_template is not None:
@@ -303,14 +303,14 @@ class CausalLMDataModule(LightningDataModule):
             module = self.trainer.lightning_module if self.trainer is not None else None
             tokenizer = getattr(module, "tokenizer", None)
             if tokenizer is None:
-                allowed = "a CausalLMModule in the same Trainer, or one attached"
+                allowed = "a CausalLMModule in the same Trainer, or an attached tokenizer"
                 raise ConfigError("data", "no tokenizer", allowed, "call datamodule.attach(tokenizer, seed)")
             self._tokenizer = tokenizer
         return self._tokenizer
 
 
 def data_ranks(trainer: Any) -> tuple[int, int]:
-    """Ranks that get rows of their own, and which one this is; those of a context group get the same."""
+    """Return the number of data-parallel ranks, and the index of this one; a context group shares an index."""
     config = getattr(trainer.strategy, "config", None)
     degree = config.context_config.degree if isinstance(config, StrategyConfig) else 1
     return trainer.world_size // degree, trainer.global_rank // degree

@@ -1,4 +1,4 @@
-"""How many bytes checkpoints need, known from shapes before there is one, and whether there is room for them."""
+"""Estimate the size of checkpoints from tensor shapes, and check that the disk has space for them."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def checkpoint_bytes(
     params: Iterable[tuple[str, torch.Tensor]],
     optimizers: Iterable[torch.optim.Optimizer],
 ) -> int:
-    """Bytes of one checkpoint before there is one: its tensors, those that the optimizer will have too, and 2 %.
+    """Estimate the bytes of one checkpoint: its tensors, the future optimizer state, and 2 %.
 
-    An optimizer is taken to keep two tensors per trained parameter, as AdamW does, or its momentum, if it has one.
-    DTensors of ``model`` count as a whole; ``params`` are live ones by the same names, perhaps only a part of each.
+    Optimizers are assumed to keep two tensors per trained parameter, like AdamW, or their momentum buffers, if any.
+    DTensors of ``model`` count with their full shape; ``params`` are live parameters of the same names, maybe sharded.
     """
     specs = {name: spec_of(tensor) for name, tensor in model.items()}
     sizes = {id(param): num_bytes(specs[name]) for name, param in params if name in specs}
@@ -39,12 +39,12 @@ def checkpoint_bytes(
 
 
 def free_bytes(folder: Path) -> int:
-    """Bytes that an ordinary user may still write on the file system of ``folder``."""
+    """Return the free bytes for unprivileged users on the file system of ``folder``."""
     return shutil.disk_usage(folder).free
 
 
 def peak_count(config: CheckpointConfig, steps: int | None, validates: bool) -> int | None:
-    """How many checkpoints a run of ``steps`` has at most at a time, with the one being written; None: not known."""
+    """Return the maximum number of checkpoints of a run at a time, including the one being written; None: unknown."""
     best = config.keep_best if validates else 0
     is_limited = config.keep_last != -1 and not config.keep_every
     kept = config.keep_last + best + 1 if is_limited else None
@@ -57,19 +57,19 @@ def peak_count(config: CheckpointConfig, steps: int | None, validates: bool) -> 
 def check_room(
     config: CheckpointConfig, run_folder: Path, there: Sequence[Found], checkpoint_bytes: int, count: int | None = 1
 ) -> str:
-    """Compare what checkpoints need with what is free, and say both, for the log.
+    """Compare the required with the free disk space, and return both for the log.
 
-    Those that are ``there`` take no more space, but go only after a new one stands; the largest of them counts in place
-    of ``checkpoint_bytes``, for it is measured. ``count`` (None: not known) includes them.
+    Existing checkpoints (``there``) need no further space, but are deleted only after a new one is complete. The size
+    of the largest replaces the estimate ``checkpoint_bytes``. ``count`` (None: unknown) includes them.
 
     Raises:
-        CheckpointError: The file system has not enough room.
+        CheckpointError: The file system has too little space.
     """
     checkpoint_bytes = max((entry.num_bytes for entry in there), default=checkpoint_bytes)
     present = sum(entry.num_bytes for entry in there)
     needed = max(checkpoint_bytes * (count or 1) - present, checkpoint_bytes)
     free = free_bytes(run_folder)
-    number = "their number is not known" if count is None else f"at most {count} at a time"
+    number = "their number is unknown" if count is None else f"at most {count} at a time"
     what = f"checkpoints of {size_words(checkpoint_bytes)}, {number}"
     if needed > free:
         kept = f"keep_last {config.keep_last}, keep_best {config.keep_best}, keep_every {config.keep_every}"
@@ -78,6 +78,6 @@ def check_room(
             f"  needed:  {size_words(needed)} more: {what}\n"
             f"  free:    {size_words(free)} on its file system\n"
             f"  fix:     free {size_words(needed - free)}, keep fewer ({kept}), "
-            "or name another trainer.default_root_dir"
+            "or set another trainer.default_root_dir"
         )
     return f"{what}; {size_words(free)} free"

@@ -1,7 +1,7 @@
-"""A checkpoint as a Hugging Face folder, on one CPU process and with one tensor in memory at a time.
+"""Export a checkpoint as a Hugging Face folder, in one CPU process and with one tensor in memory at a time.
 
-The checkpoint brings everything along: tensors under the module's names, and the config, tokenizer and chat
-template in its ``hf/`` folder. What goes where is planned from the manifest; no model is built that has values.
+The checkpoint is self-contained: tensors under the module's names, and the config, tokenizer and chat template in its
+``hf/`` folder. The export is planned from the manifest; models are built only on the meta device.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _EXTRAS = "hf/"
 _OF_A_MODEL = ("config.json", "generation_config.json")
 _KINDS = {"model": "Model", "adapter": "Adapter", "merge": "Model with its adapter merged"}
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-_BASE = "base/"  # begins the name of a tensor that is not in the checkpoint, but in the base of its adapters
+_BASE = "base/"  # name prefix of a tensor that is in the base model of the adapters, not in the checkpoint
 _MODEL = "model/"
 _AVERAGE = "state/callbacks/EMAWeights/weights/"
 _ADAPTER = "default"
@@ -51,25 +51,25 @@ class ExportPlan:
     """Which tensors go into which file."""
 
     form: Literal["model", "adapter", "merge"]
-    """A whole model, an adapter alone, or a model with its adapter merged."""
+    """A full model, only an adapter, or a model with its adapter merged."""
     entry: Mapping[str, Any]
-    """What the manifest says about the model."""
+    """The ``model`` entry of the manifest."""
     sources: Mapping[str, str]
-    """Name in the checkpoint, or in its base after ``_BASE``, by name in the export."""
+    """Name in the checkpoint, or in its base model with the prefix ``_BASE``, by name in the export."""
     layers: Mapping[str, tuple[str, nn.Module]] = field(default_factory=dict)
-    """Of adapters to merge peft's layers, on meta, with their names; by the name of the weight in the export."""
+    """Names and peft layers (meta device) of adapters to merge, by name of the weight in the export."""
     specs: Mapping[str, TensorSpec]
-    """Dtype and shape by name in the export; a tied tensor once."""
+    """Dtype and shape by name in the export; tied tensors appear once."""
     parts: Mapping[str, tuple[str, int, slice]] = field(default_factory=dict)
     """Per-expert names in the export: the fused tensor in ``sources``, the expert's index, and its rows there."""
     files: Mapping[str, list[str]]
     """Names by weight file, as transformers numbers them."""
     base: BaseWeights | None = None
-    """What is merged or compared with; opened for nothing else."""
+    """Base model, opened only for merging or comparison."""
 
     @functools.cached_property
     def dtype(self) -> str:
-        """The dtype that most bytes of floating-point numbers have."""
+        """The dtype of most floating-point bytes."""
         return _most_common_dtype(self.specs.values())
 
     @property
@@ -89,28 +89,28 @@ def export(
     trust_remote_code: bool = False,
     ema: bool = False,
 ) -> ExportPlan:
-    """Write the model of a checkpoint as a folder that plain transformers (an adapter: peft) loads.
+    """Write the model of a checkpoint as a folder that transformers (for an adapter: peft) loads.
 
-    It needs memory for its largest weight, and for three times that while adapters are merged with their base.
+    The export needs memory for the largest weight, or three times that when it merges adapters.
 
     Args:
         ckpt: A checkpoint in either layout, verified first.
-        out: The folder to make; missing or empty. It appears only when it is complete, and checked if that is asked.
-        dtype: Of the floating-point tensors; None keeps what was trained, and of a merged model that of its base.
-        max_shard_gib: Largest weight file in GiB (one tensor larger than that gets its own).
-        lora: Of a checkpoint with adapters: the adapter alone (also if None), or a whole model.
-        check: Says in what the written folder differs, before it is published; see ``export_verify``.
-        base: Where the base of adapters is now; None: where it was trained from.
-        trust_remote_code: Run Python code that comes with that base.
-        ema: The averages of :class:`lit_fsdp.EMAWeights` in place of the weights that they are of.
+        out: Output folder; missing or empty. It appears only when it is complete and has passed ``check``.
+        dtype: Dtype of floating-point tensors; None: the trained dtype, or that of the base for a merged model.
+        max_shard_gib: Maximum size of a weight file in GiB (a larger tensor gets its own file).
+        lora: For a checkpoint with adapters: only the adapter (also if None), or a full model.
+        check: Returns the differences of the written folder before it is published; see ``export_verify``.
+        base: Current location of the base model of adapters; None: its location in training.
+        trust_remote_code: Run Python code of that base model.
+        ema: Export the averages of :class:`lit_fsdp.EMAWeights` instead of the weights.
 
     Raises:
-        CheckpointError: ``ckpt`` is no sound checkpoint of a transformers model, or ``check`` found something.
-        ConfigError: ``out`` is not empty, ``lora`` does not fit the checkpoint, or its base is not to be had.
+        CheckpointError: ``ckpt`` is not an intact checkpoint of a transformers model, or ``check`` found differences.
+        ConfigError: ``out`` is not empty, ``lora`` does not fit the checkpoint, or its base model is unavailable.
     """
     ckpt, out = Path(ckpt), Path(out)
     is_free = not os.path.lexists(out) or (out.is_dir() and not out.is_symlink() and not any(out.iterdir()))
-    require(is_free, "out", out, "a new or empty folder", f"name another one, or remove {out}")
+    require(is_free, "out", out, "a new or empty folder", f"choose another folder, or remove {out}")
     manifest = read_manifest(ckpt)
     entry = manifest.extra.get("model")
     if entry is None:
@@ -119,8 +119,8 @@ def export(
         names = {
             f"{_MODEL}{name.removeprefix(_AVERAGE)}": name for name in manifest.tensors if name.startswith(_AVERAGE)
         }
-        fix = "train with lit_fsdp.EMAWeights among trainer.callbacks, or drop --ema"
-        require(names, "--ema", f"{ckpt}, which has no averages", "a checkpoint from their first update on", fix)
+        fix = "train with lit_fsdp.EMAWeights in trainer.callbacks, or drop --ema"
+        require(names, "--ema", f"{ckpt}, which has no averages", "a checkpoint after their first update", fix)
         manifest = replace(manifest, averages=names)
     has_adapter, given = bool(entry.get("adapter")), "a checkpoint without adapters"
     require(has_adapter or lora is None, f"--{lora}", given, "one of a run with model.lora", f"drop --{lora}")
@@ -128,17 +128,17 @@ def export(
     refuse(ckpt, verify(ckpt))
     weights = None
     if is_read:
-        from lit_fsdp.models.base import open_base  # with transformers, which the rest does without
+        from lit_fsdp.models.base import open_base  # imports transformers, which other exports do not need
 
         weights = open_base(entry["base"], ckpt, base, trust_remote_code)
     plan = _planned(manifest, (lora or "adapter") if has_adapter else "model", weights, dtype, max_shard_gib)
     texts = _texts(manifest, plan)
     draft = out.with_name(f".{out.name}.draft")
-    with disk.naming(draft):  # of another client of a network file system no lock would tell whether it lives
+    with disk.naming(draft):  # on a network file system, a lock does not show whether another client is alive
         try:
             draft.mkdir(parents=True)
         except FileExistsError:
-            text = f"another export is writing {out}, or a killed one left it, which may be removed"
+            text = f"another export is writing {out}, or a killed export left this folder; if so, remove it"
             raise CheckpointError(f"{draft}: {text}") from None
     try:
         _write(draft, manifest, plan, texts)
@@ -190,7 +190,7 @@ def _planned(
 
 
 def _parts(apart: Mapping[str, Sequence[str]], specs: dict[str, TensorSpec]) -> dict[str, tuple[str, int, slice]]:
-    """Replace fused expert tensors in ``specs`` by one tensor per expert, under the names of the base's files."""
+    """Replace fused expert tensors in ``specs`` by one tensor per expert, named as in the files of the base model."""
     found = {}
     for name, (owner, *words) in apart.items():
         whole = specs.pop(name)
@@ -204,14 +204,14 @@ def _parts(apart: Mapping[str, Sequence[str]], specs: dict[str, TensorSpec]) -> 
 
 
 def base_name(name: str) -> str:
-    """The name that a tensor has in the model without adapters: wrappers around layers and whole copies are gone."""
+    """Return the tensor name in the model without adapters, without wrapper prefixes."""
     return _WRAPPERS.sub(".", name)
 
 
 def _files(specs: dict[str, TensorSpec], form: str, max_bytes: int) -> dict[str, list[str]]:
     if form == "adapter":
         return {"adapter_model.safetensors": list(specs)}
-    size_of: Any = num_bytes  # of a description instead of a tensor
+    size_of: Any = num_bytes  # takes a TensorSpec instead of a tensor
     pattern = "model{suffix}.safetensors"
     found = split_state_dict_into_shards_factory(
         specs, get_storage_size=size_of, filename_pattern=pattern, max_shard_size=max_bytes
@@ -227,7 +227,7 @@ def _most_common_dtype(specs: Iterable[TensorSpec]) -> str:
 
 
 def _model_sources(found: Mapping[str, str], tied: Mapping[str, str], of_base: Iterable[str]) -> dict[str, str]:
-    """Every name of the plain model; of a module that was trained whole its trained copy, else that of the base."""
+    """Map every name of the plain model to its source: the trained copy of a fully trained module, else the base."""
     copies = {base_name(name) for name in found if _WHOLE_COPY in name}
     plain = {name: _BASE + name for name in of_base} | {
         base_name(name): source
@@ -235,14 +235,14 @@ def _model_sources(found: Mapping[str, str], tied: Mapping[str, str], of_base: I
         if _LORA not in name and (_WHOLE_COPY in name or base_name(name) not in copies)
     }
     sources = {name: source for name, source in plain.items() if name not in tied}
-    for alias, name in tied.items():  # the one copy that was saved may stand under either name
+    for alias, name in tied.items():  # the saved copy may have either name
         if name not in sources and alias in plain:
             sources[name] = plain[alias]
     return sources
 
 
 def adapter_sources(found: Mapping[str, str], beside: Collection[str]) -> dict[str, str]:
-    """The names in peft's ``adapter_model.safetensors``; embeddings as with its ``save_embedding_layers``."""
+    """Map names in peft's ``adapter_model.safetensors`` to sources; embeddings as with ``save_embedding_layers``."""
     sources = {}
     for name, source in found.items():
         kept = name
@@ -267,12 +267,12 @@ def _lora_layers(base: nn.Module, adapter: Mapping[str, Any]) -> dict[str, tuple
 
 
 def _adapted(layer: nn.Module) -> str:
-    """The parameter that an adapter is for; peft names it where it wraps a parameter in place of a layer."""
+    """Return the name of the adapted parameter; peft sets it where it wraps a parameter instead of a layer."""
     return str(getattr(layer, "parameter_name", "weight"))
 
 
 def _texts(manifest: Manifest, plan: ExportPlan) -> dict[str, bytes]:
-    """What is made here, by name: the configuration, the index of the weight files, the model card."""
+    """Generate the config, the weight index and the model card, by file name."""
     texts = {"README.md": _model_card(manifest, plan).encode()}
     if plan.form == "adapter":
         revision = (plan.entry.get("base") or {}).get("revision")
@@ -286,15 +286,15 @@ def _texts(manifest: Manifest, plan: ExportPlan) -> dict[str, bytes]:
 
 
 def _model_config(manifest: Manifest, dtype: str) -> dict[str, Any]:
-    """The config of the checkpoint with the dtype of the exported weights, which are plain numbers."""
+    """Return the config of the checkpoint with the dtype of the exported, unquantized weights."""
     path = manifest.file(f"{_EXTRAS}config.json")
     try:
         config = {**json.loads(path.read_bytes()), "dtype": dtype}
     except (ValueError, TypeError) as error:
-        raise CheckpointError(f"{path}: not the config of a model: {error}") from error
+        raise CheckpointError(f"{path}: not a model config: {error}") from error
     for outdated in ("torch_dtype", "quantization_config"):
         config.pop(outdated, None)
-    if not config.get("architectures"):  # it was never part of a saved model
+    if not config.get("architectures"):  # the model was never saved by transformers
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
         name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(config.get("model_type")))
@@ -303,7 +303,7 @@ def _model_config(manifest: Manifest, dtype: str) -> dict[str, Any]:
 
 
 def _model_card(manifest: Manifest, plan: ExportPlan) -> str:
-    """What the checkpoint itself can vouch for; no path, no user, no host, no recipe."""
+    """Return the model card, only from the checkpoint: no path, user, host or recipe."""
     base = plan.entry.get("hub_name")
     head: dict[str, Any] = {
         "library_name": "peft" if plan.form == "adapter" else "transformers",
@@ -312,14 +312,14 @@ def _model_card(manifest: Manifest, plan: ExportPlan) -> str:
         "tags": ["lit_fsdp", *(["lora"] if plan.form != "model" else [])],
     }
     needs = plan.form == "adapter" and (plan.entry.get("base") or {}).get("config_overrides")
-    says = f"Its base needs these values in its config, or use a merged model: `{json.dumps(needs)}`\n\n"
+    says = f"Set these values in the config of its base model, or use a merged model: `{json.dumps(needs)}`\n\n"
     metrics = "".join(f"- {name}: {value:.6g}\n" for name, value in manifest.metrics.items() if value == value)
     what = "the moving averages in the checkpoint" if manifest.averages else "the checkpoint"
     return (
         f"---\n{yaml.safe_dump(head, sort_keys=False)}---\n\n# {_KINDS[plan.form]} trained from "
-        f"{base or 'a local model'}\n\nWritten by lit_fsdp from {what} of step {manifest.global_step}. What it "
-        "was trained for, on whose data, how it was evaluated and under which license it may be used is not known "
-        f"here: add it.\n\n{says if needs else ''}{metrics}"
+        f"{base or 'a local model'}\n\nWritten by lit_fsdp from {what} of step {manifest.global_step}. Add its "
+        "intended use, training data, evaluation and license, which are unknown to lit_fsdp.\n\n"
+        f"{says if needs else ''}{metrics}"
     )
 
 
@@ -342,7 +342,7 @@ def _write_file(path: Path, manifest: Manifest, plan: ExportPlan, names: list[st
         assert plan.base is not None
         return plan.base.read(name.removeprefix(_BASE))
 
-    @functools.lru_cache(2)  # the two fused tensors of a layer, whose parts alternate
+    @functools.lru_cache(2)  # for the two fused tensors of a layer, whose parts alternate
     def value(name: str) -> torch.Tensor:
         return _merged(plan, name, read) if name in plan.layers else read(plan.sources[name])
 
@@ -358,9 +358,9 @@ def _write_file(path: Path, manifest: Manifest, plan: ExportPlan, names: list[st
 
 @torch.no_grad()
 def _merged(plan: ExportPlan, name: str, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
-    """The parameter ``name`` with its adapter, by peft's own merge of this one layer, in fp32."""
+    """Merge the parameter ``name`` with its adapter, in fp32, through peft's merge of this layer."""
     place, on_meta = plan.layers[name]
-    layer: Any = copy.deepcopy(on_meta)  # goes with its values
+    layer: Any = copy.deepcopy(on_meta)  # freed with its values
     prefix = f"{_MODEL}{plan.entry['prefix']}{place}."
     adapters = [key for key in layer.state_dict() if not key.startswith("base_layer.")]
     values = {key: read(f"{prefix}{key}").float() for key in adapters}

@@ -1,4 +1,4 @@
-"""An export loaded again by transformers (an adapter by peft) and compared with a model rebuilt from the checkpoint."""
+"""Reload an export with transformers (an adapter with peft) and compare it to a model rebuilt from the checkpoint."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _BAD_KEYS = ("missing_keys", "unexpected_keys", "mismatched_keys")
 
 
 def find_export_differences(folder: Path, manifest: Manifest, plan: ExportPlan) -> list[str]:
-    """In what the exported ``folder`` differs from its checkpoint: keys, any bit of a tensor, logits of a fixed input.
+    """Compare the exported ``folder`` with its checkpoint: keys, tensors (bitwise), and logits of a fixed input.
 
-    Memory: the whole model twice, in the dtype of the export (in fp32 while adapters are merged).
+    Memory: twice the full model, in the dtype of the export (in fp32 when merging adapters).
     """
     try:
         if plan.form == "adapter":
@@ -31,12 +31,12 @@ def find_export_differences(folder: Path, manifest: Manifest, plan: ExportPlan) 
         return lines or _compare(_rebuilt(manifest, plan), found)
     except CheckpointError:
         raise
-    except Exception as error:  # whatever keeps a user from loading the folder
-        return [f"it cannot be loaded: {' '.join(str(error).split())[:300]}"]
+    except Exception as error:  # anything that prevents loading the folder
+        return [f"cannot load the export: {' '.join(str(error).split())[:300]}"]
 
 
 def _rebuilt(manifest: Manifest, plan: ExportPlan) -> Any:
-    """The model of the checkpoint: built from its config and filled, adapters in place or merged."""
+    """Build the model of the checkpoint from its config and tensors, with adapters applied or merged."""
     model = _bare(manifest, plan)
     merge = None if plan.form == "model" else apply_saved_lora(model, plan.entry["adapter"])
     _fill(model, manifest, plan)
@@ -57,7 +57,7 @@ def _bare(manifest: Manifest, plan: ExportPlan) -> Any:
 
 
 def _fill(model: Any, manifest: Manifest, plan: ExportPlan, of_base: bool = False) -> Any:
-    """Give every parameter and buffer its value in the checkpoint, or else (``of_base``: always) in the base."""
+    """Set every parameter and buffer from the checkpoint, or else (``of_base``: always) from the base model."""
     prefix = f"model/{plan.entry['prefix']}"
     ties = dict(plan.entry["tied"])
     ties |= {first: again for again, first in ties.items()}
@@ -70,7 +70,7 @@ def _fill(model: Any, manifest: Manifest, plan: ExportPlan, of_base: bool = Fals
                 value = value.to(getattr(torch, plan.dtype))
         elif plan.base is not None:
             value = plan.base.read(base_name(name))
-            if value.shape != target.shape:  # rows of added tokens, which a copy of the module has
+            if value.shape != target.shape:  # only a trained copy of the module has rows of added tokens
                 value = nn.functional.pad(value, (0, 0) * (value.dim() - 1) + (0, len(target) - len(value)))
         else:
             raise CheckpointError(f"{manifest.folder}: no tensor {prefix}{name}, which the model has")
@@ -100,19 +100,19 @@ def _reloaded_adapter(folder: Path, manifest: Manifest, plan: ExportPlan) -> tup
     with safe_open(folder / "adapter_model.safetensors", "pt") as file:
         other = sorted(set(file.keys()) ^ set(plan.specs))
     if other:
-        return None, [f"adapter: other tensors than planned: {', '.join(other[:8])}"]
+        return None, [f"adapter: missing or unexpected tensors: {', '.join(other[:8])}"]
     return load_adapter_folder(_fill(_bare(manifest, plan), manifest, plan, of_base=True), folder).eval(), []
 
 
 def _compare(expected: Any, found: Any) -> list[str]:
-    """Tensors and logits that are not equal bit for bit."""
+    """List tensors and logits that are not bitwise equal."""
     ours = dict(expected.state_dict())
     theirs = {name.removeprefix("base_model.model."): tensor for name, tensor in found.state_dict().items()}
     lines = []
     if ours.keys() != theirs.keys():
-        lines.append(f"other names: {', '.join(sorted(ours.keys() ^ theirs.keys())[:8])}")
+        lines.append(f"missing or unexpected names: {', '.join(sorted(ours.keys() ^ theirs.keys())[:8])}")
     unequal = [n for n in ours if n in theirs and not torch.equal(_bits(ours[n]), _bits(theirs[n]))]
-    lines += [f"tensor {name} is not the checkpoint's" for name in unequal]
+    lines += [f"tensor {name} differs from the checkpoint" for name in unequal]
     vocabulary = expected.get_input_embeddings().weight.shape[0]
     ids = (torch.arange(32) * 7919 % vocabulary).reshape(2, 16)
     with torch.no_grad():
@@ -123,5 +123,5 @@ def _compare(expected: Any, found: Any) -> list[str]:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes, so that a not-a-number equals itself."""
+    """Return the bytes, so that NaN equals itself."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)

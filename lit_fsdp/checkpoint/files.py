@@ -1,7 +1,7 @@
-"""Files that are on the disk when we say so, folders that appear complete or not at all, names that stay inside.
+"""Durable files, folders that appear only when complete, and file names that cannot leave their folder.
 
-A folder in the making has a hidden name beside its final one and is renamed once at the end. What a kill leaves is
-hidden too, and goes when the same folder is made again or the run goes on.
+While being written, a folder has a hidden name next to its final one; it is renamed once at the end. A killed process
+leaves only hidden folders, which are deleted when the same folder is written again or the run resumes.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from lit_fsdp.errors import CheckpointError
 from lit_fsdp.host import sync
 
 MANIFEST = "manifest.json"
-"""A folder without it is no checkpoint."""
+"""A folder without this file is not a checkpoint."""
 Kind = Literal["tmp", "removed", "replaced"]
 _HIDDEN = re.compile(r"\.(?P<name>.+)\.(?P<kind>tmp|removed|replaced)-[0-9a-f]{16}")
 _BUFFER_BYTES = 1 << 18
-_SENT_AT_ONCE = 1 << 25  # bytes: the disk writes the last 32 MiB while the next are hashed and copied
+_SENT_AT_ONCE = 1 << 25  # bytes: the disk writes 32 MiB while the next 32 MiB are hashed and copied
 
 
 @dataclass(frozen=True)
 class FileEntry:
-    """One file of a checkpoint as its writer saw it."""
+    """Size and hash of a checkpoint file, recorded by its writer."""
 
     num_bytes: int
     """Size in bytes."""
     xxh3: str
-    """XXH3-128 of the content, in hex: it finds damage, not forgery."""
+    """XXH3-128 of the content, in hex: detects damage, not forgery."""
 
 
 class HashedFile:
-    """A new binary file, hashed while it is written, and synced where its ``with`` block ends well; parents are made.
+    """A new binary file, hashed while written, and synced if its ``with`` block succeeds; parent folders are created.
 
-    ``at_once`` lets the disk begin while the rest is hashed, for somebody who waits; it slows training down.
+    ``at_once`` starts disk writes while the rest is hashed. Use it only if the caller waits: it slows training down.
     """
 
     def __init__(self, path: Path, at_once: bool = True) -> None:
@@ -56,7 +56,7 @@ class HashedFile:
             self._file = open(path, "xb", buffering=_BUFFER_BYTES)  # noqa: SIM115
 
     def write(self, data: Any) -> int:
-        """Append ``data`` (any contiguous buffer); returns its bytes."""
+        """Append ``data`` (any contiguous buffer), and return its number of bytes."""
         view = memoryview(data)
         if view.nbytes == 0:  # an empty view cannot be cast
             return 0
@@ -65,14 +65,14 @@ class HashedFile:
         with naming(self.path):
             self._file.write(view)
             self._num_bytes += view.nbytes
-            if self._at_once and self._num_bytes - self._sent >= _SENT_AT_ONCE:  # dirty pages are sent, not dropped
+            if self._at_once and self._num_bytes - self._sent >= _SENT_AT_ONCE:  # writes dirty pages back
                 os.posix_fadvise(self._file.fileno(), self._sent, _SENT_AT_ONCE, os.POSIX_FADV_DONTNEED)
                 self._sent += _SENT_AT_ONCE
         return view.nbytes
 
     @property
     def entry(self) -> FileEntry:
-        """What was written."""
+        """Size and hash of the written content."""
         return FileEntry(self._num_bytes, self._hash.hexdigest())
 
     def __enter__(self) -> Self:
@@ -80,7 +80,7 @@ class HashedFile:
 
     def __exit__(self, failure: Any, *more: Any) -> None:
         if failure is not None:
-            with contextlib.suppress(OSError):  # the failure that led here is the one to report
+            with contextlib.suppress(OSError):  # report the original failure
                 self._file.close()
             return
         with naming(self.path), self._file:
@@ -90,7 +90,7 @@ class HashedFile:
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Turn an OSError into a CheckpointError that names ``path``."""
+    """Convert an OSError to a CheckpointError that names ``path``."""
     try:
         yield
     except OSError as error:
@@ -98,14 +98,14 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def write_bytes(path: Path, data: bytes) -> FileEntry:
-    """Write one new file, synced; parents are made."""
+    """Write and sync one new file; parent folders are created."""
     with HashedFile(path) as file:
         file.write(data)
     return file.entry
 
 
 def replace_bytes(path: Path, data: bytes) -> None:
-    """Give an existing file new content, which a reader sees either wholly or not at all."""
+    """Replace the content of an existing file atomically."""
     beside = path.with_name(f".{path.name}.tmp-{secrets.token_hex(8)}")
     try:
         write_bytes(beside, data)
@@ -118,7 +118,7 @@ def replace_bytes(path: Path, data: bytes) -> None:
 
 
 def hash_file(path: Path, kind: Any = xxhash.xxh3_128) -> str:
-    """A hash of a file in hex."""
+    """Return the hash of a file in hex."""
     with naming(path), path.open("rb") as file:
         return hashlib.file_digest(file, kind).hexdigest()
 
@@ -130,37 +130,37 @@ def sync_folder(folder: Path) -> None:
 
 
 def checked_name(name: str) -> str:
-    """``name`` if it is a plain relative POSIX path; else (``..``, backslashes, control characters) CheckpointError."""
+    """Return ``name`` if it is a plain relative POSIX path; CheckpointError for ``..``, backslashes, control chars."""
     if any(part in ("", ".", "..") or not part.isprintable() or "\\" in part for part in name.split("/")):
         raise CheckpointError(f"{name!r} is not a file name inside a checkpoint; use names such as hf/config.json")
     return name
 
 
 def inside(folder: Path, name: str) -> Path:
-    """The regular file ``name`` under ``folder``; CheckpointError if there is none or a link leads out of it."""
+    """Return the regular file ``name`` in ``folder``; CheckpointError if it is missing or a link leads outside."""
     path = folder / checked_name(name)
     with naming(path):
         real = path.resolve(strict=True)
     if not real.is_relative_to(folder.resolve()):
-        raise CheckpointError(f"{path}: leads out of the checkpoint, to {real}; copy the file into its place")
+        raise CheckpointError(f"{path}: links outside the checkpoint, to {real}; replace the link by the file")
     if not real.is_file():
         raise CheckpointError(f"{path}: not a regular file")
     return path
 
 
 def hidden_name(folder: Path, kind: Kind) -> Path:
-    """A fresh hidden sibling of ``folder``: being written, deleted, or giving its place to a new one."""
+    """Return a new hidden sibling path of ``folder``, for a folder being written, deleted or replaced."""
     return folder.with_name(f".{folder.name}.{kind}-{secrets.token_hex(8)}")
 
 
 def hidden_folders(parent: Path) -> list[tuple[Path, str, str]]:
-    """What is hidden in ``parent``: paths, whose they are, and of which kind."""
+    """List hidden folders in ``parent``: path, name of the final folder, and kind."""
     found = [(path, _HIDDEN.fullmatch(path.name)) for path in (sorted(parent.iterdir()) if parent.is_dir() else [])]
     return [(path, match["name"], match["kind"]) for path, match in found if match]
 
 
 def stage(folder: Path) -> Path:
-    """A new empty hidden sibling of ``folder``; what a dead process has left of ``folder`` goes."""
+    """Create an empty hidden sibling of ``folder``, and delete leftovers of dead processes for ``folder``."""
     _refuse_other(folder)
     with naming(folder.parent):
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -175,7 +175,7 @@ def stage(folder: Path) -> Path:
 
 
 def publish(draft: Path, folder: Path) -> None:
-    """Make ``draft`` durable and visible as ``folder``; an older one of that name steps aside first, and is deleted."""
+    """Make ``draft`` durable and visible as ``folder``; an existing folder is first renamed, then deleted."""
     for path, _, _ in os.walk(draft):
         sync_folder(Path(path))
     _refuse_other(folder)
@@ -195,7 +195,7 @@ def publish(draft: Path, folder: Path) -> None:
 
 
 def restore(folder: Path) -> None:
-    """Give ``folder`` its name back if a kill came while it was being replaced."""
+    """Restore the name of ``folder`` if the process was killed while replacing it."""
     for path, name, kind in hidden_folders(folder.parent):
         if (name, kind) == (folder.name, "replaced") and not os.path.lexists(folder):
             with naming(folder):
@@ -203,7 +203,7 @@ def restore(folder: Path) -> None:
 
 
 def discard(hidden: Path) -> None:
-    """Delete what is hidden as far as that is possible."""
+    """Delete a hidden file or folder, ignoring errors inside a folder."""
     assert _HIDDEN.fullmatch(hidden.name), hidden
     if hidden.is_dir() and not hidden.is_symlink():
         shutil.rmtree(hidden, ignore_errors=True)
@@ -212,6 +212,6 @@ def discard(hidden: Path) -> None:
 
 
 def _refuse_other(folder: Path) -> None:
-    """Raise CheckpointError if ``folder`` holds anything but a checkpoint; files and links may be replaced."""
+    """Raise CheckpointError for a non-empty ``folder`` that is not a checkpoint; files and links may be replaced."""
     if folder.is_dir() and not folder.is_symlink() and not (folder / MANIFEST).is_file() and any(folder.iterdir()):
-        raise CheckpointError(f"{folder}: not replaced, because it is no checkpoint; remove it or name another")
+        raise CheckpointError(f"{folder}: not replaced, because it is not a checkpoint; remove it or choose another")

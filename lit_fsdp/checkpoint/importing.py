@@ -1,4 +1,4 @@
-"""Checkpoints of Lightning, Accelerate and the Trainer as ours: no pickle is trusted, all is matched by names."""
+"""Import checkpoints of Lightning, Accelerate and the HF Trainer: no pickle is trusted, tensors are matched by name."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from lit_fsdp.checkpoint.store import save_checkpoint
 from lit_fsdp.errors import CheckpointError
 
 IMPORTED = "lit_fsdp.imported"
-"""Key of the state that tells a resume to fill in what only the run knows."""
+"""State key that tells a resume to fill in everything that only the run knows."""
 _PREFIX = "model."
 _ADAMW = {"exp_avg", "exp_avg_sq", "step"}
 _WRAPPERS = re.compile(
@@ -50,19 +50,19 @@ _CLASSES = {
     "torch": {"Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))},
     "collections": {"OrderedDict"},
 }  # fmt: skip
-"""All that a description of DCP names, beside the path that it was written to."""
+"""All classes that DCP metadata may reference, besides the path that it was written to."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """Another tool's checkpoint."""
+    """Checkpoint of another tool."""
 
     path: Path
     weights: Mapping[str, torch.Tensor]
     moments: Mapping[Any, Mapping[str, torch.Tensor]] = field(default_factory=dict)
-    """State of its first optimizer by the name of a parameter (or its number, where it has no names) and key."""
+    """State of its first optimizer by parameter name (or index, without names) and key."""
     step: int | None = None
-    """Optimizer steps it had done, if it says so."""
+    """Completed optimizer steps, if known."""
 
 
 def import_checkpoint(
@@ -75,23 +75,23 @@ def import_checkpoint(
     prefix: str | None = None,
     allow_surplus: bool = False,
 ) -> str:
-    """Write the weights, and where its parameters have names the AdamW state, of ``source`` as a checkpoint folder.
+    """Write the weights, and the AdamW state if its parameters have names, of ``source`` as a checkpoint folder.
 
-    All else (data order, random state, learning rate, counters) is the run's own. ``shapes`` of the model's parameters
-    and buffers hold a tied one once, ``ties`` every further name of it, ``entry`` what else the manifest says of the
-    model. Returns what was written, for people.
+    Everything else (data order, random state, learning rate, counters) comes from the run. ``shapes`` lists parameters
+    and buffers of the model, tied ones once; ``ties`` maps their further names; ``entry`` has the remaining model
+    entries of the manifest. Returns a readable summary.
 
     Raises:
         CheckpointError: The source does not fit the model, or ``out`` exists.
     """
     if os.path.lexists(out):
-        raise CheckpointError(f"{out} exists already and is never overwritten; remove it or choose another folder")
+        raise CheckpointError(f"{out} already exists and is never overwritten; remove it or choose another folder")
     clean = {name: _WRAPPERS.sub("", name) for name in source.weights}
     if prefix is None:
         longest = max(shapes, key=len)
         found = sorted(name.removesuffix(longest) for name in clean.values() if f".{name}".endswith(f".{longest}"))
         if len(found) > 1:
-            text = f"holds the model {len(found)} times, under {', '.join(map(repr, found))}; say which with --prefix"
+            text = f"has the model {len(found)} times, under {', '.join(map(repr, found))}; select one with --prefix"
             raise CheckpointError(f"{source.path}: {text} {found[-1]}")
         prefix = found[0] if found else ""
     wanted = {f"{prefix}{name}": ties.get(name, name) for name in (*shapes, *ties)}
@@ -102,23 +102,23 @@ def import_checkpoint(
         if stored is None:
             surplus.append(original)
         elif stored in weights and not torch.equal(weights[stored], tensor):
-            text = f"{original} is not the other copy of {stored}, but this model ties them"
+            text = f"{original} and {stored} differ, but this model ties them"
             raise CheckpointError(f"{source.path}: {text}; is tie_word_embeddings wrong in the config of --model?")
         else:
             weights[stored] = tensor
     lines = [f"missing in the source: {prefix}{name}" for name in shapes if name not in weights]
     if not allow_surplus:
-        lines += [f"no place in the model, which --allow-surplus leaves out: {name}" for name in surplus]
+        lines += [f"not in the model (--allow-surplus ignores it): {name}" for name in surplus]
     for name, tensor in weights.items():
         if tensor.shape != tuple(shapes[name]):
             lines.append(f"{name}: {list(tensor.shape)} in the source, {list(shapes[name])} in the model")
     if lines:
-        raise CheckpointError("\n  ".join([f"{source.path}: does not fit the model given as --model:", *lines]))
+        raise CheckpointError("\n  ".join([f"{source.path}: does not fit the model of --model:", *lines]))
     moments = _moments(source, wanted, weights)
     steps = (int(state["step"]) for state in moments.values())
     step = max(steps, default=0) if source.step is None else source.step
     tensors = {f"model/{_PREFIX}{name}": weights[name].detach() for name in shapes}
-    for name, moment in moments.items():  # in the dtype of their weight, as a run keeps them
+    for name, moment in moments.items():  # in the dtype of the weight, as in a run
         for key, value in moment.items():
             kept = value.float().reshape(()) if key == "step" else value.to(weights[name].dtype)
             tensors[f"optim/{_PREFIX}{name}/{key}"] = kept
@@ -131,7 +131,7 @@ def import_checkpoint(
             "global_step": step,
             "pytorch-lightning_version": importlib.metadata.version("lightning"),
             "callbacks": {},
-            "optimizer_states": [{"param_groups": []}] if moments else [],  # empty: the recipe's settings hold
+            "optimizer_states": [{"param_groups": []}] if moments else [],  # empty: the recipe's settings apply
             "lr_schedulers": [{"last_epoch": step, "_step_count": step + 1, "lr_lambdas": []}],
         },
         manifest={
@@ -143,18 +143,18 @@ def import_checkpoint(
         layout="full",
         files=files,
     )
-    what = f"{len(weights)} weights, AdamW state of {len(moments)} of them; what has none begins afresh"
+    what = f"{len(weights)} weights, AdamW state of {len(moments)} of them; the others start with new state"
     return "\n".join([f"{out}: step {step}, {what}", *(f"  left out: {name}" for name in surplus)])
 
 
 def _moments(
     source: Source, wanted: Mapping[str, str], weights: Mapping[str, torch.Tensor]
 ) -> dict[str, Mapping[str, torch.Tensor]]:
-    """The AdamW state by name in the model; nothing unless all that there is fits its parameter."""
+    """Return the AdamW state by model name; empty unless every entry fits its parameter."""
     found: dict[str, Mapping[str, torch.Tensor]] = {}
     for original, entry in source.moments.items():
         name = wanted.get(_WRAPPERS.sub("", str(original)))
-        if name is None or not entry:  # numbered, or of what was left out; never stepped
+        if name is None or not entry:  # numbered or ignored; without steps
             continue
         if set(entry) != _ADAMW or any(entry[key].shape != weights[name].shape for key in _ADAMW - {"step"}):
             return {}
@@ -163,10 +163,10 @@ def _moments(
 
 
 def open_source(path: Path) -> Source:
-    """Open what is at ``path``; files stay unread until their tensors are used, sharded ones are held in memory.
+    """Open the checkpoint at ``path``; files are read when their tensors are used, sharded files are kept in memory.
 
     Raises:
-        CheckpointError: Nothing that can be imported, damaged, or not to be trusted.
+        CheckpointError: The checkpoint is not supported, damaged, or unsafe.
     """
     if path.is_file() and path.suffix != ".safetensors":
         content = read_lightning_file(path)
@@ -185,23 +185,23 @@ def open_source(path: Path) -> Source:
 
 
 def read_lightning_file(path: Path) -> Mapping[str, Any]:
-    """A ``.ckpt`` of any Lightning strategy that saves one file; its tensors stay there until they are used."""
+    """Read a ``.ckpt`` of any Lightning strategy that saves one file; tensors are memory-mapped."""
     content = read_torch(path)
     if not (isinstance(content, Mapping) and isinstance(content.get("state_dict"), Mapping)):
-        raise CheckpointError(f"{path}: no checkpoint of Lightning: it has no state_dict")
+        raise CheckpointError(f"{path}: not a Lightning checkpoint: it has no state_dict")
     return content
 
 
 def _accelerate_folder(folder: Path) -> Source:
-    """``accelerator.save_state(folder)``, or a ``checkpoint-500`` of the Trainer."""
+    """Open a folder of ``accelerator.save_state(folder)``, or a ``checkpoint-500`` of the HF Trainer."""
     there = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
     file = next((folder / name for name in _MODEL_FILES if name in there), None)
     if _SHARDED_MODEL in there:
         found = read_dcp(folder / _SHARDED_MODEL, lambda key: key[0] == "model")
         weights = {".".join(key[1:]): tensor for key, tensor in found.items()}
     elif file is None or not there & {*_OPTIMIZER_FILES, _SHARDED_OPTIMIZER, _TRAINER_STATE}:
-        text = f"no checkpoint of Lightning, Accelerate or the Trainer: {', '.join(sorted(there)[:12]) or 'nothing'}"
-        raise CheckpointError(f"{folder}: {text}; a model without training state is a model.name to train from")
+        text = f"not a checkpoint of Lightning, Accelerate or the Trainer: {', '.join(sorted(there)[:12]) or 'empty'}"
+        raise CheckpointError(f"{folder}: {text}; use a model without training state as model.name")
     else:
         path = disk.inside(folder, file.name)
         weights = _plain_state(read_torch(path), path) if file.suffix == ".bin" else read_safetensors(path)
@@ -218,7 +218,7 @@ def _accelerate_folder(folder: Path) -> Source:
 
 
 def _named_state(state: Any, path: Path) -> dict[Any, dict[str, torch.Tensor]]:
-    """``state_dict()`` of an optimizer by the names of its parameters, or by their numbers if they have none."""
+    """Return the ``state_dict()`` of an optimizer by parameter name, or by index if parameters have no names."""
     try:
         names = {
             param: name
@@ -230,7 +230,7 @@ def _named_state(state: Any, path: Path) -> dict[Any, dict[str, torch.Tensor]]:
             for param, entry in state["state"].items()
         }
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        raise CheckpointError(f"{path}: not the state of an optimizer ({error!r})") from error
+        raise CheckpointError(f"{path}: invalid optimizer state ({error!r})") from error
 
 
 def _by_parameter(tensors: Mapping[tuple[str, ...], torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
@@ -241,27 +241,27 @@ def _by_parameter(tensors: Mapping[tuple[str, ...], torch.Tensor]) -> dict[str, 
 
 
 def _plain_state(found: Any, path: Path) -> dict[str, torch.Tensor]:
-    """``found`` if it is a state dict of whole tensors: no shards of one rank."""
+    """Return ``found`` if it is a state dict of full tensors, not shards."""
     if not isinstance(found, Mapping) or any(type(t) not in (torch.Tensor, torch.nn.Parameter) for t in found.values()):
-        raise CheckpointError(f"{path}: not the state dict of a model, whole plain tensors by name")
+        raise CheckpointError(f"{path}: not a model state dict of full plain tensors by name")
     return dict(found)
 
 
 def read_torch(path: Path) -> Any:
-    """The tensors and plain data of a file of ``torch.save``; tensors stay there until they are used."""
+    """Read tensors and plain data of a ``torch.save`` file; tensors are memory-mapped."""
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except pickle.UnpicklingError as error:  # torch's own text goes on with the advice to trust the file
+    except pickle.UnpicklingError as error:  # torch's text advises to trust the file
         named = str(error).partition("GLOBAL ")[2].split()
-        what = f"it names {named[0]}, which is neither a tensor nor plain data" if named else "it is no plain data"
-        fix = "save it again where it comes from without that (often in save_hyperparameters or a callback's state)"
-        raise CheckpointError(f"{path}: refused: {what}; nothing of it was run; {fix}") from None
+        what = f"it contains {named[0]}, which is neither a tensor nor plain data" if named else "it is not plain data"
+        fix = "save it again without that object (often in save_hyperparameters or a callback's state)"
+        raise CheckpointError(f"{path}: rejected: {what}; none of its code was run; {fix}") from None
     except Exception as error:  # a damaged file can raise anything
         raise _damaged(path, error) from None
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file."""
+    """Read the JSON object in a file."""
     try:
         return {**json.loads(path.read_bytes())}
     except (OSError, ValueError, TypeError, RecursionError) as error:
@@ -269,7 +269,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_safetensors(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a safetensors file, or of all files that an index beside them names; mapped, not read."""
+    """Memory-map the tensors of a safetensors file, or of all files in an index."""
     if path.suffix == ".json":
         files = read_json(path).get("weight_map", {})
         paths = [disk.inside(path.parent, file) for file in sorted(set(files.values()), key=str)]
@@ -281,7 +281,7 @@ def read_safetensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 def read_dcp(folder: Path, wanted: Callable[[tuple[str, ...]], bool]) -> dict[tuple[str, ...], torch.Tensor]:
-    """The wanted tensors of a ``torch.distributed.checkpoint`` folder by their path in the state that was saved."""
+    """Read the wanted tensors of a ``torch.distributed.checkpoint`` folder, by their path in the saved state."""
     path = disk.inside(folder, _METADATA)
     try:
         with path.open("rb") as file:
@@ -293,10 +293,10 @@ def read_dcp(folder: Path, wanted: Callable[[tuple[str, ...]], bool]) -> dict[tu
             for key, entry in entries.items()
             if isinstance(entry, dcp_metadata.TensorStorageMetadata) and wanted(paths[key])
         }
-        for key in tensors:  # DCP leaves what no shard covers as it is
+        for key in tensors:  # DCP does not detect regions without a shard
             shards = [dcp_metadata.MetadataIndex(key, chunk.offsets) for chunk in entries[key].chunks]
             if sum(chunk.sizes.numel() for chunk in entries[key].chunks) != tensors[key].numel():
-                raise CheckpointError(f"{path}: the shards of {key} do not make up the tensor")
+                raise CheckpointError(f"{path}: the shards of {key} do not cover the tensor")
             for shard in shards:
                 disk.inside(folder, places[shard].relative_path)
         with warnings.catch_warnings():
@@ -313,7 +313,7 @@ def read_dcp(folder: Path, wanted: Callable[[tuple[str, ...]], bool]) -> dict[tu
 
 
 class _Reader(dcp.FileSystemReader):
-    """DCP's reader, which would unpickle its description freely, with one that has been read."""
+    """DCP reader with safely loaded metadata; the base class would unpickle it without restrictions."""
 
     def __init__(self, path: Path, description: dcp_metadata.Metadata) -> None:
         super().__init__(path)
@@ -324,16 +324,16 @@ class _Reader(dcp.FileSystemReader):
 
 
 class _DescriptionUnpickler(pickle.Unpickler):
-    """Refuses every name but those of DCP's description before it is imported."""
+    """Unpickler that rejects all names except those of DCP metadata, before they are imported."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module in ("pathlib", "pathlib._local") and name in ("PosixPath", "WindowsPath"):
             return pathlib.PurePath
         if name not in _CLASSES.get(module, ()):
-            raise CheckpointError(f"refused: {_METADATA} names {module}.{name}, which no description of tensors needs")
+            raise CheckpointError(f"rejected: {_METADATA} contains {module}.{name}, which tensor metadata never needs")
         return super().find_class(module, name)
 
 
 def _damaged(path: Path, error: BaseException) -> CheckpointError:
     text = (str(error).strip() or repr(error)).splitlines()[0][:200]
-    return CheckpointError(f"{path}: damaged, or not what its name says ({text})")
+    return CheckpointError(f"{path}: damaged, or not of the type that its name says ({text})")

@@ -1,7 +1,7 @@
-"""``manifest.json``: what a checkpoint consists of; a folder without one is no checkpoint.
+"""``manifest.json``: the contents of a checkpoint; a folder without it is not a checkpoint.
 
-It is written last, lists every other file with size and hash, and ends with a hash of itself, so that whatever
-changes later is noticed. Standard library only: the command line reads manifests before torch is imported.
+The manifest is written last, lists every other file with size and hash, and ends with a hash of itself, so that any
+later change is detected. Standard library only: the command line reads manifests before torch is imported.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ FORMAT = "lit_fsdp.checkpoint"
 VERSION = 4
 Layout = Literal["sharded", "full"]
 NOT_ONE = (
-    "missing, so this is no checkpoint; give a folder such as RUN/checkpoints/step-00000050; "
-    "lit-fsdp ckpt import reads those of other tools, and a Hugging Face folder is a model.name"
+    "missing, so this is not a checkpoint; use a folder such as RUN/checkpoints/step-00000050; "
+    "import checkpoints of other tools with lit-fsdp ckpt import; a Hugging Face folder is a model.name"
 )
-"""What is said of a manifest that is not there."""
+"""Error text for a missing manifest."""
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Dtype and shape of one whole (unsharded) tensor."""
+    """Dtype and shape of one full (unsharded) tensor."""
 
     dtype: str
     """Name without ``torch.``, e.g. ``float32``."""
@@ -42,21 +42,21 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Where a part of a tensor lies: under the tensor's name in a safetensors file."""
+    """Location of a part of a tensor, stored under the tensor's name in a safetensors file."""
 
     file: str
     """Path inside the checkpoint."""
     offsets: tuple[int, ...]
-    """Where the part begins in the whole tensor."""
+    """Start of the part in the full tensor."""
     sizes: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """A checkpoint's description of itself."""
+    """Description of a checkpoint."""
 
     folder: Path
-    """Where it was read from."""
+    """Location that it was read from."""
     layout: Layout
     """One safetensors file per rank under ``tensors/`` (sharded) or one ``tensors.safetensors`` (full)."""
     global_step: int
@@ -66,22 +66,22 @@ class Manifest:
     versions: Mapping[str, str]
     tensors: Mapping[str, TensorSpec]
     files: Mapping[str, FileEntry]
-    """Every file but the manifest, by path inside the folder."""
+    """Every file except the manifest, by path inside the folder."""
     metrics: Mapping[str, float]
     chunks: Mapping[str, tuple[Chunk, ...]] = field(default_factory=dict)
-    """The parts that make up each tensor."""
+    """Parts of each tensor."""
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """What the caller of the save added: ``model``, ``epoch``, ``engine`` and the like."""
+    """Entries added by the caller of the save, such as ``model``, ``epoch`` and ``engine``."""
     averages: Mapping[str, str] = field(default_factory=dict)
-    """By name of a tensor the one to read in its place; not part of the file."""
+    """Tensor to read in place of another, by name of the other; not part of the file."""
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all files, the manifest aside."""
+        """Bytes of all files except the manifest."""
         return sum(entry.num_bytes for entry in self.files.values())
 
     def file(self, name: str) -> Path:
-        """The listed file ``name``, which lies inside the folder and has the listed size."""
+        """Return the listed file ``name``, checked to be inside the folder and of the listed size."""
         if name not in self.files:
             raise CheckpointError(f"{self.folder / name}: not in the manifest of this checkpoint")
         path = inside(self.folder, name)
@@ -94,7 +94,7 @@ class Manifest:
         return path
 
     def dumps(self) -> bytes:
-        """The text of ``manifest.json``."""
+        """Return the content of ``manifest.json``."""
         document = {"format": FORMAT, "format_version": VERSION, **vars(self)}
         del document["folder"], document["averages"]
         document["metrics"] = {name: v if math.isfinite(v) else str(v) for name, v in self.metrics.items()}
@@ -102,23 +102,21 @@ class Manifest:
 
 
 def checked_extra(extra: Mapping[str, Any]) -> dict[str, Any]:
-    """A caller's additions to a manifest, ready for it: ``global_step``, perhaps ``metrics``, and free JSON keys."""
+    """Validate a caller's manifest entries: ``global_step``, optional ``metrics``, and any JSON keys."""
     try:
         metrics = {name: float(value) for name, value in (extra.get("metrics") or {}).items()}
         plain = json.loads(json.dumps({**extra, "metrics": {}}, allow_nan=False))
         _count(plain.get("global_step"))
     except (TypeError, ValueError, RuntimeError) as error:
-        raise CheckpointError(
-            f"manifest: global_step, numbers as metrics and plain JSON are needed: {error}"
-        ) from error
+        raise CheckpointError(f"manifest: requires global_step, numeric metrics and plain JSON: {error}") from error
     return {**plain, "metrics": metrics}
 
 
 def read_manifest(folder: Path | str) -> Manifest:
-    """The checked manifest of the checkpoint at ``folder``.
+    """Read and validate the manifest of the checkpoint at ``folder``.
 
     Raises:
-        CheckpointError: There is no checkpoint, or the manifest is damaged.
+        CheckpointError: The folder is not a checkpoint, or the manifest is damaged.
     """
     folder = Path(folder)
     if not os.path.lexists(folder / MANIFEST):
@@ -129,15 +127,15 @@ def read_manifest(folder: Path | str) -> Manifest:
     try:
         document = json.loads(text)
         del document["sha256"]
-        if _sealed(document) != text:  # also where a changed byte leaves every value as it was
+        if _sealed(document) != text:  # also detects a changed byte that does not affect any value
             raise ValueError("it was changed after it was written")
         return _parsed(folder, document)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{path}: damaged or not ours ({error!r}); use another checkpoint") from error
+        raise CheckpointError(f"{path}: damaged or invalid ({error!r}); use another checkpoint") from error
 
 
 def record_metrics(folder: Path, metrics: Mapping[str, float]) -> None:
-    """Add ``metrics`` to a finished checkpoint's manifest, atomically; call on one rank."""
+    """Add ``metrics`` to the manifest of a complete checkpoint, atomically; call on one rank."""
     old = read_manifest(folder)
     values = {**old.metrics, **metrics}
     if values != old.metrics:
@@ -145,7 +143,7 @@ def record_metrics(folder: Path, metrics: Mapping[str, float]) -> None:
 
 
 def _sealed(document: Mapping[str, Any]) -> bytes:
-    """The text of a manifest with its own hash; one line per key, since many ranks make very many chunks."""
+    """Serialize a manifest with its own hash; one line per key, because many ranks create very many chunks."""
     digest = hashlib.sha256(_lines(document).encode()).hexdigest()
     return _lines({**document, "sha256": digest}).encode()
 
@@ -156,10 +154,10 @@ def _lines(document: Mapping[str, Any]) -> str:
 
 
 def _parsed(folder: Path, document: dict[str, Any]) -> Manifest:
-    """The manifest from its JSON; any built-in exception means that it is malformed."""
+    """Build the manifest from its JSON; any built-in exception means that it is malformed."""
     written = (document.pop("format"), document.pop("format_version"))
     if written != (FORMAT, VERSION):
-        raise ValueError(f"format and version are {written}, this version reads {(FORMAT, VERSION)}")
+        raise ValueError(f"format and version are {written}, but this version reads {(FORMAT, VERSION)}")
     chunks = {
         name: tuple(Chunk(part["file"], _counts(part["offsets"]), _counts(part["sizes"])) for part in parts)
         for name, parts in document["chunks"].items()
@@ -167,7 +165,7 @@ def _parsed(folder: Path, document: dict[str, Any]) -> Manifest:
     tensors = {name: TensorSpec(spec["dtype"], _counts(spec["shape"])) for name, spec in document["tensors"].items()}
     for name, spec in tensors.items():
         if sum(math.prod(chunk.sizes) for chunk in chunks[name]) != math.prod(spec.shape):
-            raise ValueError(f"{name}: its parts do not make up the tensor")
+            raise ValueError(f"{name}: its parts do not cover the tensor")
     files = {checked_name(n): FileEntry(_count(f["num_bytes"]), f["xxh3"]) for n, f in document["files"].items()}
     metrics = {name: float(value) for name, value in document["metrics"].items()}
     _counts((document["global_step"], document["world_size"]))
@@ -177,7 +175,7 @@ def _parsed(folder: Path, document: dict[str, Any]) -> Manifest:
 
 def _count(value: Any) -> int:
     if type(value) is not int or value < 0:
-        raise ValueError(f"{value!r} is not a whole number >= 0")
+        raise ValueError(f"{value!r} is not an integer >= 0")
     return value
 
 

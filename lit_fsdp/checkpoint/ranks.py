@@ -1,4 +1,4 @@
-"""The processes that save or load together, and how a failure on one becomes an error on all."""
+"""Ranks that save or load together; a failure on one rank raises an error on all ranks."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from lit_fsdp.errors import CheckpointError, ConfigError, DataError
 
 T = TypeVar("T")
 MEETING_SECONDS = 120.0
-"""How long hosts are waited for that do not meet."""
+"""Timeout for hosts to connect."""
 
 
 class Ranks:
-    """This process among those of ``group``, by default of all ranks; alone when there is no process group."""
+    """This process within ``group``, by default all ranks; a single rank without a process group."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.group = group
@@ -31,16 +31,16 @@ class Ranks:
         return self.rank == 0
 
     def run(self, what: str, step: Callable[[], T]) -> list[T]:
-        """The results of ``step`` of all ranks, by rank; one that is collective must be reached by all.
+        """Run ``step`` and return the results of all ranks, by rank; all ranks must reach a collective ``step``.
 
         Raises:
-            CheckpointError: On every rank when ``step`` failed on any; names ``what``, the ranks and what failed.
+            CheckpointError: On every rank if ``step`` failed on any rank; names ``what``, the ranks and their errors.
         """
         own: BaseException | None = None
         mine: Any = None
         try:
             mine = step()
-        except BaseException as error:  # also Ctrl-C: the others must not wait for this rank
+        except BaseException as error:  # also Ctrl-C: other ranks must not wait for this one
             own = error
         everyone: list[Any] = [(None if own is None else reason(own), mine)]
         if self._together:
@@ -55,13 +55,13 @@ class Ranks:
         return [value for _, value in everyone]
 
     def own(self, what: str, step: Callable[[], T]) -> T:
-        """The result of ``step`` of this rank alone, once it has succeeded on all; see :meth:`run`."""
+        """Run ``step`` and return the result of this rank, once all ranks have succeeded; see :meth:`run`."""
         kept: list[T] = []
         self.run(what, lambda: kept.append(step()))
         return kept[0]
 
     def first(self, what: str, step: Callable[[], T]) -> T:
-        """The result of ``step`` on rank 0, which alone runs it, on every rank; or its error if it is one of ours."""
+        """Run ``step`` only on rank 0, and return its result, or raise its project error, on every rank."""
 
         def attempt() -> T | Exception:
             try:
@@ -69,7 +69,7 @@ class Ranks:
             except (CheckpointError, ConfigError, DataError) as error:
                 return error
 
-        # alone, as in what :meth:`run` gathers the other ranks have as much room as rank 0 takes
+        # result only on rank 0: for :meth:`run`, every rank would allocate as much as rank 0
         found: list[Any] = [self.own(what, lambda: attempt() if self.is_first else None)]
         if self._together:
             try:
@@ -82,36 +82,36 @@ class Ranks:
         return result
 
     def error(self, what: str, failed: Mapping[int, str], own: BaseException | None) -> BaseException:
-        """What to raise here when some ranks have failed, with a line of each; an interrupt stays what it is."""
+        """Build the error for failed ranks, with one line per rank; an interrupt is returned unchanged."""
         if own is not None and (not isinstance(own, Exception) or (self.size == 1 and type(own) is CheckpointError)):
             return own
         return CheckpointError(f"{what} failed:\n" + "\n".join(f"  rank {r}: {failed[r]}" for r in sorted(failed)))
 
     def lost(self, what: str, error: RuntimeError) -> CheckpointError:
-        """The error of a collective that another rank did not finish."""
-        text = str(error).partition(". ")[0]  # gloo adds advice for its own developers
+        """Build the error for a collective that another rank did not finish."""
+        text = str(error).partition(". ")[0]  # gloo appends advice for its developers
         return CheckpointError(f"{what}: rank {self.rank} lost contact with another rank: {text}")
 
 
 def meet_on_hosts(seconds: float) -> tuple[dist.ProcessGroup | None, str]:
-    """A group of all ranks by gloo, for which no device waits; or on all of them none, and why not; collective.
+    """Create a gloo group of all ranks, which does not block devices; or return None and the reason; collective.
 
-    Its collectives wait ``seconds`` for a rank. Gloo goes over what host names stand for, or ``GLOO_SOCKET_IFNAME``,
-    where a rank may fail at once while others wait for it.
+    Collectives of the group time out after ``seconds``. Gloo connects through host names or ``GLOO_SOCKET_IFNAME``; a
+    rank may fail immediately while others wait for it.
     """
-    group: Any = None  # torch's annotation also has a number, for ranks outside of it
+    group: Any = None  # torch's annotation includes an int for ranks outside the group
 
     def attempt() -> str:
         nonlocal group
         try:
             group = dist.new_group(backend="gloo", timeout=timedelta(seconds=min(seconds, MEETING_SECONDS)))
-            dist.barrier(group=group)  # connections may be made as late as that
+            dist.barrier(group=group)  # connections may be created only here
             _set_pg_timeout(timedelta(seconds=seconds), group)
         except RuntimeError as error:
             return reason(error)
         return ""
 
-    everyone = Ranks().run("meeting on the hosts", attempt)
+    everyone = Ranks().run("connecting the hosts", attempt)
     why = next((f"rank {rank}: {text}" for rank, text in enumerate(everyone) if text), "")
     if why and group is not None:
         dist.destroy_process_group(group)
@@ -119,5 +119,5 @@ def meet_on_hosts(seconds: float) -> tuple[dist.ProcessGroup | None, str]:
 
 
 def reason(failure: BaseException) -> str:
-    """One line for an exception: its text, with its type unless it is one of ours."""
+    """Format an exception in one line: its text, with its type unless it is a CheckpointError."""
     return str(failure) if isinstance(failure, CheckpointError) else f"{type(failure).__name__}: {failure}"

@@ -1,6 +1,6 @@
-"""The checkpoints of a run: which there are, which one a word such as ``last`` means, which stay and which go.
+"""Checkpoints of a run: list them, resolve words such as ``last``, and decide which to keep or remove.
 
-Without torch. Whoever changes something holds the run lock, so what is hidden there belongs to the dead.
+This module does not import torch. Changes require the run lock, so hidden folders belong to dead processes.
 """
 
 from __future__ import annotations
@@ -34,27 +34,27 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Found:
-    """A checkpoint of a run, as far as its manifest and the sizes of its files tell."""
+    """A checkpoint of a run, judged by its manifest and file sizes."""
 
     step: int
-    """Optimizer steps done, by its manifest or else by its name; -1 if neither says."""
+    """Completed optimizer steps from its manifest, or else from its name; -1 if unknown."""
     path: Path
     metrics: dict[str, float] = field(default_factory=dict)
     created: str = ""
     num_bytes: int = 0
     on_signal: bool = False
-    """Whether it was saved between others, for no other reason than a signal."""
+    """Whether it was saved only because of a signal, outside the schedule."""
     damage: str | None = None
-    """What is wrong with it; None for a complete one."""
+    """Description of the damage; None for a complete checkpoint."""
 
 
 def step_folder(run_folder: Path | str, step: int) -> Path:
-    """Where a run has the checkpoint of ``step``."""
+    """Return the folder of the checkpoint of ``step``."""
     return Path(run_folder) / FOLDER / f"step-{step:08d}"
 
 
 def survey(folder: Path) -> list[Found]:
-    """The checkpoints in ``folder``, complete or not, oldest step first; what was set aside is left out."""
+    """List the checkpoints in ``folder``, complete or not, oldest step first, except those moved aside."""
     entries = [
         look_at(path)
         for path in (folder.iterdir() if folder.is_dir() else ())
@@ -65,12 +65,12 @@ def survey(folder: Path) -> list[Found]:
 
 
 def checkpoints(run_folder: Path | str) -> list[Found]:
-    """The complete checkpoints of a run, oldest step first."""
+    """List the complete checkpoints of a run, oldest step first."""
     return [entry for entry in survey(Path(run_folder) / FOLDER) if entry.damage is None]
 
 
 def ranked(found: Sequence[Found], monitor: str, mode: Mode) -> list[Found]:
-    """The checkpoints with a finite value of ``monitor``, the best first; the newer one first of equals."""
+    """Sort the checkpoints with a finite value of ``monitor``, best first; ties: newer first."""
     scored = [entry for entry in found if math.isfinite(entry.metrics.get(monitor, math.nan))]
     sign = -1 if mode == "min" else 1
     return sorted(scored, key=lambda entry: (sign * entry.metrics[monitor], entry.step), reverse=True)
@@ -79,11 +79,11 @@ def ranked(found: Sequence[Found], monitor: str, mode: Mode) -> list[Found]:
 def choose(
     word_or_path: str | Path, run_folder: Path | str, monitor: str, mode: Mode, fallback: bool = False
 ) -> list[Path]:
-    """The folder that ``last`` (the newest complete step), ``best`` (by ``monitor``) or a path means, then the next.
+    """Resolve ``last`` (newest complete step), ``best`` (by ``monitor``) or a path to folders, in order of preference.
 
     Raises:
-        CheckpointError: There is none, the path is no checkpoint, or one that may come first is visibly damaged and
-            ``fallback`` does not allow to pass it over.
+        CheckpointError: There is no checkpoint, the path is not a checkpoint, or a possibly preferred checkpoint is
+            visibly damaged and ``fallback`` does not allow skipping it.
     """
     word = str(word_or_path)
     if word not in ("last", "best"):
@@ -104,20 +104,20 @@ def choose(
     order = [entry.path for entry in (found[::-1] if word == "last" else ranked(found, monitor, mode))]
     if not order:
         names = sorted({name for entry in found for name in entry.metrics})
-        raise CheckpointError(f"ckpt_path best: no checkpoint has a value of {monitor}, but of {names}; give last")
+        raise CheckpointError(f"ckpt_path best: no checkpoint has a value of {monitor}, only of {names}; use last")
     text = "\n".join([f"ckpt_path {word}: a damaged checkpoint may come first", *lines])
     if broken and not fallback:
-        raise CheckpointError(f"{text}\n  fix:     give {order[0]} as --ckpt_path, or add --resume.fallback true")
+        raise CheckpointError(f"{text}\n  fix:     set --ckpt_path {order[0]}, or add --resume.fallback true")
     if broken and is_first_process():
-        print(f"{text}\n  going on from {order[0]} (resume.fallback)", file=sys.stderr)
+        print(f"{text}\n  resuming from {order[0]} (resume.fallback)", file=sys.stderr)
     return order
 
 
 def named_checkpoint(path: Path) -> Path:
-    """The checkpoint at a path, the last one of a run folder, or what ``RUN/last``, ``RUN/best`` or ``RUN/50`` names.
+    """Return the checkpoint at a path, the last checkpoint of a run folder, or ``RUN/last``, ``RUN/best``, ``RUN/50``.
 
     Raises:
-        CheckpointError: The run has none, or none of that step.
+        CheckpointError: The run has no checkpoint, or none of that step.
     """
     run, word = (path, "last") if (path / FOLDER).is_dir() else (path.parent, path.name)
     if (path.exists() and run != path) or not (run / FOLDER).is_dir():
@@ -125,7 +125,7 @@ def named_checkpoint(path: Path) -> Path:
     if word.isdecimal():
         steps = {found.step: found.path for found in checkpoints(run)}
         if int(word) not in steps:
-            raise CheckpointError(f"{run} has no complete checkpoint of step {word}, but of {sorted(steps)}")
+            raise CheckpointError(f"{run} has no complete checkpoint of step {word}, only of {sorted(steps)}")
         return steps[int(word)]
     recipe = run / "recipe.yaml"
     given = yaml.safe_load(recipe.read_text(encoding="utf-8")).get("checkpoint") if recipe.is_file() else None
@@ -135,45 +135,45 @@ def named_checkpoint(path: Path) -> Path:
 
 @dataclass(frozen=True)
 class Resume:
-    """The checkpoint that a run goes on from (or a word or file that Lightning knows), if any."""
+    """The checkpoint that a run resumes from (or a word or file that Lightning resolves), if any."""
 
     path: str | None
     others: Sequence[Path] = ()
-    """With ``resume.fallback``: what may take its place, should its hashes show that it is damaged."""
+    """With ``resume.fallback``: checkpoints to use instead if its hashes show damage."""
     manifest: Manifest | None = None
 
     def check(self, run: RunConfig) -> None:
-        """Raise ConfigError where a recipe cannot go on from the checkpoint, though its tensors would fit."""
+        """Raise ConfigError if a recipe cannot resume from the checkpoint although its tensors would fit."""
         if self.manifest is None:
             return
         if run.model.lora is not None:
             run.model.lora.check_checkpoint(self.manifest)
         limit, step = run.trainer["max_steps"], self.manifest.global_step
-        given, allowed = f"{limit} with {self.path}", f"at least {step}, from which the run goes on"
-        fix = f"set trainer.max_steps: {2 * step}, or give an earlier checkpoint"
+        given, allowed = f"{limit} with {self.path}", f"at least {step}, from which the run resumes"
+        fix = f"set trainer.max_steps: {2 * step}, or use an earlier checkpoint"
         require(run.verb != "fit" or not 0 < limit < step, "trainer.max_steps", given, allowed, fix)
 
 
 def refuse_used(run_folder: Path, there: Sequence[Found]) -> None:
-    """Raise ConfigError where a new run would mix its checkpoints with those that are ``there``."""
+    """Raise ConfigError if a new run would mix its checkpoints with existing ones (``there``)."""
     if there:
         raise ConfigError(
             "trainer.default_root_dir",
-            f"{run_folder}, which holds {len(there)} checkpoint(s), the newest of step {there[-1].step}",
+            f"{run_folder}, which has {len(there)} checkpoint(s), the newest of step {there[-1].step}",
             "a new run folder, or a resume",
-            "add --ckpt_path last, or name another --trainer.default_root_dir",
+            "add --ckpt_path last, or set another --trainer.default_root_dir",
         )
 
 
 def find_resume(verb: str, word: str | None, run_folder: Path, config: CheckpointConfig, fallback: bool) -> Resume:
-    """The checkpoint that ``ckpt_path`` stands for, before any ranks meet; what rank 0 finds counts when they load.
+    """Resolve ``ckpt_path`` before ranks connect; for loading, the result of rank 0 applies.
 
-    Without a ``word`` (see :func:`choose`) ``fit`` refuses a run folder that holds checkpoints, by a ConfigError. A
-    requeued job that asks for the last one where there is none starts afresh.
+    Without a ``word`` (see :func:`choose`), ``fit`` raises ConfigError for a run folder with checkpoints. A requeued
+    job with ``last`` but without checkpoints starts from scratch.
     """
     there = survey(run_folder / FOLDER)
     if not word:
-        if verb == "fit" and not is_launched_by_lightning():  # else the first process has looked already
+        if verb == "fit" and not is_launched_by_lightning():  # otherwise the first process has already checked
             refuse_used(run_folder, there)
         return Resume(None)
     if word == "last" and is_requeued() and not there:
@@ -183,10 +183,10 @@ def find_resume(verb: str, word: str | None, run_folder: Path, config: Checkpoin
 
 
 def move_newer_aside(run_folder: Path, step: int, damaged: Collection[Path] = ()) -> dict[Path, Path]:
-    """Rename the run's checkpoints of later steps than ``step``, from where it goes on; gives new names by old ones.
+    """Rename checkpoints later than ``step``, from which the run resumes; returns new paths by old paths.
 
-    Left in its place, a newer one would be what ``last`` means. It becomes ``damaged-step-00000010-20260101T120000…``,
-    or ``superseded-…`` if nothing is known to be wrong with it (``damaged``: what its size does not show).
+    Otherwise ``last`` would resolve to a later checkpoint. Its new name is ``damaged-step-00000010-20260101T120000…``,
+    or ``superseded-…`` if no damage is known (``damaged``: damage that file sizes do not show).
     """
     parent = run_folder / FOLDER
     known = {folder.resolve() for folder in damaged}
@@ -205,11 +205,11 @@ def move_newer_aside(run_folder: Path, step: int, damaged: Collection[Path] = ()
 
 
 def to_remove(found: Sequence[Found], config: CheckpointConfig, current: int | None = None) -> list[Found]:
-    """Those of a run's complete checkpoints that nothing keeps, oldest first.
+    """Return the complete checkpoints of a run that no rule keeps, oldest first.
 
-    Kept are the ``keep_last`` newest, the ``keep_best`` with the best value of ``monitor``, every step that
-    ``keep_every`` divides, and the ``current`` one. Of those saved on a signal, between the others, only the newest
-    counts: a run that is preempted a hundred times has one more checkpoint than another.
+    The rules keep the ``keep_last`` newest, the ``keep_best`` with the best value of ``monitor``, every multiple of
+    ``keep_every``, and the ``current`` step. Of checkpoints saved only on a signal, only the newest counts: a run that
+    is preempted a hundred times has one extra checkpoint.
     """
     ordered = sorted(found, key=lambda entry: entry.step)
     passed = {entry.path for entry in [entry for entry in ordered if entry.on_signal][:-1]}
@@ -223,8 +223,8 @@ def to_remove(found: Sequence[Found], config: CheckpointConfig, current: int | N
 
 
 def retain(run_folder: Path, config: CheckpointConfig, current: int | None = None) -> None:
-    """Remove what :func:`to_remove` says; one that cannot go is a warning."""
-    found = [entry for entry in checkpoints(run_folder) if STEP_NAME.fullmatch(entry.path.name)]  # others' are not ours
+    """Remove the checkpoints of :func:`to_remove`; failures are logged as warnings."""
+    found = [entry for entry in checkpoints(run_folder) if STEP_NAME.fullmatch(entry.path.name)]  # only our own
     for old in to_remove(found, config, current):
         try:
             remove(old.path)
@@ -233,7 +233,7 @@ def retain(run_folder: Path, config: CheckpointConfig, current: int | None = Non
 
 
 def remove(folder: Path) -> None:
-    """Delete one checkpoint, hidden by a rename first; of a link only the link goes, a file goes as it is."""
+    """Delete a checkpoint, after hiding it by a rename; for links and files, only the link or file itself."""
     with naming(folder):
         if folder.is_symlink() or folder.is_file():
             folder.unlink()
@@ -251,7 +251,7 @@ def remove(folder: Path) -> None:
 
 
 def sweep(run_folder: Path) -> None:
-    """Delete what killed saves and removals have left in a run, whose lock the caller holds."""
+    """Delete leftovers of killed saves and removals in a run; the caller must hold the run lock."""
     parent = run_folder / FOLDER
     for path, name, _ in disk.hidden_folders(parent):
         disk.restore(parent / name)
@@ -260,7 +260,7 @@ def sweep(run_folder: Path) -> None:
 
 
 def look_at(path: Path) -> Found:
-    """The checkpoint at ``path``, or what is wrong with it."""
+    """Return the checkpoint at ``path``, with its damage, if any."""
     match = STEP_NAME.fullmatch(path.name)
     found = Found(int(match[1]) if match else -1, path)
     try:

@@ -1,7 +1,7 @@
-"""One job per run folder: a lock that the kernel gives back however its holder dies.
+"""One job per run folder: a lock that the kernel releases however its holder dies.
 
-``flock`` belongs to the open file. It is taken on rank 0 only, so the ranks of a job do not refuse each other, and
-processes forked from it (workers of a data loader) close their copy, so that the lock does not outlive the job.
+``flock`` belongs to the open file. Only rank 0 acquires it, so that ranks of one job do not block each other. Forked
+processes (data loader workers) close their copy, so that the lock does not outlive the job.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ _log = logging.getLogger(__name__)
 
 
 _held: dict[Path, tuple[int, int]] = {}
-"""Open lock files and how often each is held."""
+"""Open lock files, and how often each is held."""
 
 
 class RunLock:
-    """Keeps other jobs out of a run folder (made if need be) until :meth:`release`, or until this process ends.
+    """Exclude other jobs from a run folder (created if missing) until :meth:`release`, or until this process ends.
 
-    The same process may hold a folder several times; the last release counts. On a file system without locks there is
-    a warning, and nothing is kept out.
+    A process may acquire a folder several times; the last release unlocks it. On a file system without locks, this
+    logs a warning and excludes no job.
 
     Raises:
-        CheckpointError: Another job holds it (named), or the file cannot be written.
+        CheckpointError: Another job holds the lock, or the file cannot be written.
     """
 
     def __init__(self, run_folder: Path | str) -> None:
@@ -42,12 +42,12 @@ class RunLock:
         _held[self.path] = (handle, count + 1)
 
     def release(self) -> None:
-        """Let others in."""
+        """Release the lock."""
         handle, count = _held.pop(self.path, (-1, 0))  # not held: this process was forked from the one that holds it
         if count > 1:
             _held[self.path] = (handle, count - 1)
         elif count:
-            os.ftruncate(handle, 0)  # an empty file names nobody
+            os.ftruncate(handle, 0)  # an empty file means no holder
             os.close(handle)
 
 
@@ -59,11 +59,11 @@ def _locked(path: Path) -> int:
         os.close(handle)
         holder = path.read_text(errors="replace") or "a process"
         raise CheckpointError(
-            f"{path.parent}: another job is at work in this run folder: {holder}\n"
-            f"  fix:     stop it, or name another trainer.default_root_dir; if its host is gone, remove {path}"
+            f"{path.parent}: another job uses this run folder: {holder}\n"
+            f"  fix:     stop it, or set another trainer.default_root_dir; if its host is gone, remove {path}"
         ) from None
     except OSError as error:
-        _log.warning("%s: no lock (%s), so nothing keeps a second job out of this run folder", path, error.strerror)
+        _log.warning("%s: cannot lock (%s), so a second job could use this run folder", path, error.strerror)
     os.ftruncate(handle, 0)
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     os.pwrite(handle, f"process {os.getpid()} on host {socket.gethostname()}, started {now}".encode(), 0)

@@ -1,4 +1,4 @@
-"""One safetensors file, streamed tensor by tensor: its header needs only names, dtypes and shapes."""
+"""Stream a safetensors file tensor by tensor: its header needs only names, dtypes and shapes."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ _CODES = {
     "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
 }  # fmt: skip
 _HEADER_ALIGNMENT = 8
-_WRITTEN_AT_ONCE = 1 << 20  # elements: hashed and copied while they are in the processor's cache
+_WRITTEN_AT_ONCE = 1 << 20  # elements: hashed and copied while in the CPU cache
 
 
 def spec_of(tensor: torch.Tensor) -> TensorSpec:
-    """Dtype and whole shape of a tensor or DTensor."""
+    """Return dtype and full shape of a tensor or DTensor."""
     return TensorSpec(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
 
 
 def num_bytes(spec: TensorSpec) -> int:
-    """Bytes of the data of one tensor."""
+    """Return the data size of one tensor in bytes."""
     return math.prod(spec.shape) * getattr(torch, spec.dtype).itemsize
 
 
 def file_order(specs: Mapping[str, TensorSpec]) -> list[str]:
-    """Names in the order of their data: wide dtypes first, which keeps every tensor aligned."""
+    """Return names in data order: wide dtypes first, which keeps every tensor aligned."""
     return sorted(specs, key=lambda name: (-getattr(torch, specs[name].dtype).itemsize, name))
 
 
 class TensorFile(HashedFile):
-    """A safetensors file of ``specs`` in the making; ``metadata`` are text entries of its header."""
+    """Writer of a safetensors file of ``specs``; ``metadata`` are text entries of its header."""
 
     def __init__(
         self, path: Path, specs: Mapping[str, TensorSpec], metadata: Mapping[str, str], at_once: bool = True
@@ -52,7 +52,7 @@ class TensorFile(HashedFile):
         for name in self._left:
             spec = specs[name]
             if spec.dtype not in _CODES:
-                raise CheckpointError(f"{name}: safetensors has no dtype {spec.dtype}; cast it, or leave it out")
+                raise CheckpointError(f"{name}: safetensors has no dtype {spec.dtype}; cast it, or remove it")
             end = offset + num_bytes(spec)
             header[name] = {"dtype": _CODES[spec.dtype], "shape": list(spec.shape), "data_offsets": [offset, end]}
             offset = end
@@ -76,7 +76,7 @@ class TensorFile(HashedFile):
 
 
 def read_tensor(manifest: Manifest, name: str) -> torch.Tensor:
-    """One whole tensor on the CPU, in memory of its own."""
+    """Read one full tensor into new CPU memory."""
     name = manifest.averages.get(name, name)
     spec = manifest.tensors[name]
     whole = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))

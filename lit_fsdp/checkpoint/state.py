@@ -1,7 +1,7 @@
-"""Non-tensor state as JSON that reads back exactly, without pickle.
+"""Encode non-tensor state as JSON that round-trips exactly, without pickle.
 
-Plain JSON values stand for themselves. Everything else is an object with one key that begins with ``$``, the name
-of its type, and holds what the type is made of, in the same way.
+Plain JSON values are unchanged. Any other value is an object with a single key, ``$`` and the name of its type, whose
+value is the encoded content.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _MALFORMED = (ValueError, TypeError, KeyError, AttributeError, RecursionError, R
 
 
 class Sharded(NamedTuple):
-    """Stands in a state for a DTensor that is saved beside the model's."""
+    """Placeholder in a state for a DTensor that is saved with the tensors of the model."""
 
     name: str
     dims: list[int | None]
-    """By mesh axis, which dimension was split over it; None: each rank had all."""
+    """Sharded tensor dim by mesh axis; None: replicated."""
 
 
 def local_part(tensor: Any) -> Any:
@@ -41,14 +41,14 @@ def local_part(tensor: Any) -> Any:
 
 
 def without_sharded(state: Any) -> tuple[Any, dict[str, DTensor]]:
-    """``state`` with a :class:`Sharded` in place of each DTensor, and these by the name to save them under."""
+    """Replace each DTensor in ``state`` by a :class:`Sharded`; also return the DTensors by the name to save."""
     found: dict[str, DTensor] = {}
 
     def take(tensor: DTensor, path: tuple[Any, ...]) -> Sharded:
         if any(place.is_partial() for place in tensor.placements):
-            raise CheckpointError(f"{'.'.join(map(str, path))}: cannot save sums that no rank has whole; redistribute")
+            raise CheckpointError(f"{'.'.join(map(str, path))}: cannot save partial sums; redistribute the DTensor")
         name = "/".join(("state", *map(str, path)))
-        while name in found:  # of the keys 1 and "1"
+        while name in found:  # for keys such as 1 and "1"
             name += "'"
         found[name] = tensor
         return Sharded(name, [getattr(place, "dim", None) for place in tensor.placements])
@@ -57,7 +57,7 @@ def without_sharded(state: Any) -> tuple[Any, dict[str, DTensor]]:
 
 
 def with_sharded(state: Any, tensor_of: Callable[[Sharded], torch.Tensor]) -> Any:
-    """``state`` with a tensor in place of each :class:`Sharded`."""
+    """Replace each :class:`Sharded` in ``state`` by a tensor."""
     return _replaced(state, Sharded, lambda sharded, path: tensor_of(sharded), ())
 
 
@@ -72,13 +72,13 @@ def _replaced(value: Any, kind: Any, make: Callable[[Any, tuple[Any, ...]], Any]
 
 
 def parts(encoded: Mapping[str, Any]) -> dict[tuple[str, ...], Any]:
-    """What of an encoded state of Lightning has an owner of its own, by path: each callback's, and each other key's."""
+    """Split an encoded Lightning state by owner: one entry per callback, and one per other key, by path."""
     callbacks = {("callbacks", key): value for key, value in encoded.get("callbacks", {}).items()}
     return callbacks | {(key,): value for key, value in encoded.items() if key != "callbacks"}
 
 
 def leaves(value: Any, path: tuple[str, ...]) -> Iterator[tuple[str, str]]:
-    """The name and JSON of everything in an encoded state that is no dict of names."""
+    """Yield name and JSON of every leaf of an encoded state (every value except plain dicts)."""
     if isinstance(value, dict) and value and not next(iter(value)).startswith("$"):
         for key, item in value.items():
             yield from leaves(item, (*path, key))
@@ -87,7 +87,7 @@ def leaves(value: Any, path: tuple[str, ...]) -> Iterator[tuple[str, str]]:
 
 
 def has_parts(leaf: str) -> bool:
-    """Whether JSON of :func:`leaves` has an array that may be a rank's part of one; a number in a tensor is none."""
+    """Whether JSON of :func:`leaves` contains an array that may be a shard; scalar tensors are not."""
     found: list[int] = []
     if '"$tensor"' in leaf or '"$numpy"' in leaf:
         _replaced(
@@ -97,21 +97,21 @@ def has_parts(leaf: str) -> bool:
 
 
 def encode(state: Any) -> Any:
-    """``state``, any nest of Python's containers with what ``_TYPES`` lists, as plain JSON values.
+    """Encode ``state``, nested Python containers with the types of ``_TYPES``, as plain JSON values.
 
-    Tensors come back on the CPU, detached, each on its own. Subclasses would not come back as what they were.
+    Decoded tensors are on the CPU, detached, and share no memory. Subclasses are not supported.
 
     Raises:
-        CheckpointError: Something else; named by its path inside the state, e.g. ``callbacks.EarlyStopping.thing``.
+        CheckpointError: Another type; names its path in the state, e.g. ``callbacks.EarlyStopping.thing``.
     """
     try:
         return _encode(state, ())
     except RecursionError:
-        raise CheckpointError("the state: cannot save what contains itself") from None
+        raise CheckpointError("the state: cannot save an object that contains itself") from None
 
 
 def refused(state: Any) -> str | None:
-    """What in ``state`` :func:`encode` refuses, and where; None if it takes everything."""
+    """Return which object of ``state`` :func:`encode` rejects, and its path; None if it accepts the state."""
     try:
         encode(state)
     except CheckpointError as error:
@@ -120,7 +120,7 @@ def refused(state: Any) -> str | None:
 
 
 def decode(value: Any) -> Any:
-    """The state that :func:`encode` turned into ``value``."""
+    """Decode a state that :func:`encode` has encoded."""
     try:
         return _decode(value)
     except _MALFORMED as error:
@@ -136,7 +136,7 @@ def _encode(value: Any, path: tuple[Any, ...]) -> Any:
     if kind is dict and all(type(key) is str and not key.startswith("$") for key in value):
         return {key: _encode(item, (*path, key)) for key, item in value.items()}
     kind = torch.Tensor if kind is torch.nn.Parameter else np.generic if isinstance(value, np.generic) else kind
-    why = "it is neither plain Python data nor NumPy data nor a tensor, and nothing is pickled"
+    why = "it is neither plain Python data nor NumPy data nor a tensor, and pickle is not used"
     if kind in _TYPES:
         name, parts, _ = _TYPES[kind]
         try:
@@ -158,7 +158,7 @@ def _decode(value: Any) -> Any:
     if not tag.startswith("$"):
         return {key: _decode(item) for key, item in value.items()}
     if len(value) != 1:
-        raise ValueError(f"{tag} beside other keys")
+        raise ValueError(f"{tag} with other keys")
     return _READERS[tag](_decode(value[tag]))
 
 
@@ -181,10 +181,10 @@ def _pairs(value: Any) -> list[Any]:
 
 
 _TYPES: dict[type, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
-    float: ("float", repr, float),  # inf and nan, which JSON has not
+    float: ("float", repr, float),  # inf and nan, which JSON lacks
     bytes: ("bytes", lambda v: base64.b64encode(v).decode(), lambda text: base64.b64decode(text, validate=True)),
     tuple: ("tuple", list, tuple),
-    dict: ("dict", _pairs, dict),  # whose keys are not text, or begin with $
+    dict: ("dict", _pairs, dict),  # with keys that are not str, or start with $
     OrderedDict: ("OrderedDict", _pairs, OrderedDict),
     Counter: ("Counter", _pairs, lambda pairs: Counter(dict(pairs))),
     set: ("set", lambda v: sorted(v, key=repr), set),
@@ -198,5 +198,5 @@ _TYPES: dict[type, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
     np.ndarray: ("numpy", _array_bytes, _array),
     np.generic: ("numpy_scalar", _array_bytes, lambda data: _array(data)[()]),
 }
-"""By type: its name, what it is made of, and how it is made of that again."""
+"""By type: its name, its encoder and its decoder."""
 _READERS = {f"${name}": read for name, _, read in _TYPES.values()}

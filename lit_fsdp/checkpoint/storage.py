@@ -1,7 +1,7 @@
-"""One checkpoint through ``torch.distributed.checkpoint``: planned together, written by every rank, committed by one.
+"""Save a checkpoint with ``torch.distributed.checkpoint``: planned jointly, written by all ranks, committed by rank 0.
 
-DCP gathers the errors of all ranks after each phase, and calls ``finish`` on rank 0 only when every rank has written
-its part. So the manifest, which makes a folder a checkpoint, is written there, and then the folder gets its name.
+DCP gathers the errors of all ranks after each phase, and calls ``finish`` on rank 0 only after every rank has written
+its part. Therefore ``finish`` writes the manifest, which makes a folder a checkpoint, and then renames the folder.
 """
 
 from __future__ import annotations
@@ -59,35 +59,35 @@ _VERSIONED = ("torch", "lightning", "transformers", "safetensors", "lit_fsdp")
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """What this rank brings to a checkpoint; all but the tensors is independent of live objects."""
+    """This rank's contribution to a checkpoint; everything except the tensors is independent of live objects."""
 
     folder: Path
     layout: Layout
     specs: Mapping[str, TensorSpec]
-    """Whole shape and dtype of every tensor."""
+    """Full shape and dtype of every tensor."""
     tensors: Mapping[str, torch.Tensor]
-    """Of the sharded layout what this rank writes, of the full one whole tensors or DTensors."""
+    """Sharded layout: the parts that this rank writes; full layout: full tensors or DTensors."""
     chunks: Mapping[str, ChunkStorageMetadata]
-    """Which part of the whole this rank writes of each tensor."""
+    """Part of each tensor that this rank writes."""
     rank_state: Any
     in_background: bool = False
-    """Whether training goes on beside."""
+    """Whether training continues meanwhile."""
     state: Any = None
-    """As plain JSON, like that of the rank; this and what follows is rank 0's."""
+    """Plain JSON, like ``rank_state``; this and the following fields are set on rank 0."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """The caller's part of the manifest."""
     files: Mapping[str, bytes] = field(default_factory=dict)
 
 
 class Planner(DefaultSavePlanner):
-    """Plans what this rank writes."""
+    """Plan the writes of this rank."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         super().__init__(flatten_state_dict=False)
         self._snapshot = snapshot
 
     def create_local_plan(self) -> SavePlan:
-        """One item per part."""
+        """Create one item per part."""
         items = []
         for name, chunk in self._snapshot.chunks.items():
             spec = self._snapshot.specs[name]
@@ -97,22 +97,22 @@ class Planner(DefaultSavePlanner):
         return self.plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """The plans as they are, once their parts make up every tensor; the manifest describes them.
+        """Return the plans unchanged after checking that their parts cover every tensor; the manifest describes them.
 
-        DCP's own compares each part with all others that begin alike along the longest dim: all, of a wide matrix.
+        DCP's check compares each part with all parts of the same start along the longest dim: all of a wide matrix.
         """
         found: dict[str, dict[tuple[int, ...], int]] = {name: {} for name in self._snapshot.specs}
         for item in (item for plan in all_plans for item in plan.items):
             part = cast(TensorWriteData, item.tensor_data).chunk
-            found[item.index.fqn][tuple(part.offsets)] = part.sizes.numel()  # two that begin alike count as one
+            found[item.index.fqn][tuple(part.offsets)] = part.sizes.numel()  # parts with the same start count once
         for name, parts in found.items():
             if sum(parts.values()) != math.prod(self._snapshot.specs[name].shape):
-                raise CheckpointError(f"{name}: the parts that the ranks hold do not make up the tensor")
+                raise CheckpointError(f"{name}: the parts of the ranks do not cover the tensor")
         return all_plans, Metadata({})
 
 
 class Writer(StorageWriter):
-    """Streams this rank's part to a hidden folder; on rank 0 it begins and commits the whole."""
+    """Stream this rank's part to a hidden folder; rank 0 also creates the folder and commits the checkpoint."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         self._snapshot = snapshot
@@ -121,17 +121,17 @@ class Writer(StorageWriter):
         self._rank_states: list[Any] = []
 
     def reset(self, checkpoint_id: Any = None) -> None:
-        """Nothing: a writer serves one save."""
+        """Do nothing: a writer is used for one save."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing: the plan tells the rank."""
+        """Do nothing: the rank is in the plan."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Send this rank's state along: rank 0 writes that of all into one file."""
+        """Attach this rank's state: rank 0 writes the states of all ranks to one file."""
         return dataclasses.replace(plan, storage_data=self._snapshot.rank_state)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Make the hidden folder, on rank 0, and tell every rank its name."""
+        """Create the hidden folder on rank 0, and send its name to every rank."""
         self._rank_states = [plan.storage_data for plan in plans]
         self._draft = files.stage(self._snapshot.folder)
         return [dataclasses.replace(p, storage_data=(rank, self._draft.name)) for rank, p in enumerate(plans)]
@@ -141,7 +141,7 @@ class Writer(StorageWriter):
         rank, name = plan.storage_data
         draft = self._snapshot.folder.with_name(name)
         if not draft.is_dir() and (rank == 0 or self._snapshot.layout == "sharded"):
-            raise CheckpointError(f"{draft} is not visible here; put the run folder on a file system all nodes share")
+            raise CheckpointError(f"{draft} is not visible here; put the run folder on a shared file system")
         found = self._write_tensors(draft, rank, plan)
         if rank == 0:
             state = json.dumps({"state": self._snapshot.state, "ranks": self._rank_states}, allow_nan=False)
@@ -161,7 +161,7 @@ class Writer(StorageWriter):
         specs = {key: TensorSpec(snapshot.specs[key].dtype, chunk.sizes) for key, chunk in chunks.items()}
 
         def write(tensors: Named) -> None:
-            # what torch's own HuggingFaceStorageReader looks for
+            # required by torch's HuggingFaceStorageReader
             sharding = json.dumps({key: {"saved_offsets": chunk.offsets} for key, chunk in chunks.items()})
             metadata = {"format": "pt", "DCP_SHARDING_INFO": sharding}
             with TensorFile(draft / name, specs, metadata, at_once=not snapshot.in_background) as file:
@@ -176,7 +176,7 @@ class Writer(StorageWriter):
         return found
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write the manifest and make the folder visible, on rank 0 after all ranks have written."""
+        """Write the manifest and make the folder visible, on rank 0 after all ranks have written their files."""
         assert self._draft is not None
         snapshot, extra = self._snapshot, dict(self._snapshot.extra)
         written: dict[str, FileEntry] = {}
@@ -203,39 +203,39 @@ class Writer(StorageWriter):
         tell_job("saved")
 
     def discard(self) -> None:
-        """Remove what an unfinished save has written; on rank 0."""
+        """Delete the files of an unfinished save, on rank 0."""
         if self._draft is not None:
             files.discard(self._draft)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        """A folder is given to the constructor."""
+        """Return False: the constructor takes the folder."""
         return False
 
 
 class Reader(HuggingFaceStorageReader):
-    """Reads slices of safetensors files; where they lie is known from the manifest, so nothing is unpickled."""
+    """Read slices of safetensors files; their location comes from the manifest, so nothing is unpickled."""
 
     def __init__(self, manifest: Manifest) -> None:
         super().__init__(str(manifest.folder))
         self._manifest, self._metadata = manifest, _described(manifest)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The description that was made from the manifest."""
+        """Return the metadata built from the manifest."""
         return self._metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read this rank's slices, from files of the right size; a damaged header is a CheckpointError."""
+        """Read this rank's slices after checking file sizes; CheckpointError for a damaged header."""
         for name in {self.storage_data[item.storage_index].name for item in plan.items}:
             self._manifest.file(name)
         try:
             return super().read_data(plan, planner)
-        except SafetensorError as error:  # which cannot be pickled, as DCP does for the other ranks
-            raise CheckpointError(f"{self.path}: not a whole safetensors file ({error})") from None
+        except SafetensorError as error:  # cannot be pickled, which DCP needs to send it to other ranks
+            raise CheckpointError(f"{self.path}: incomplete or invalid safetensors file ({error})") from None
 
 
 def _described(manifest: Manifest) -> Metadata:
-    """DCP's description of the tensors; no file is looked at, as each rank reads few of them."""
+    """Build the DCP metadata of the tensors without opening files, because each rank reads few of them."""
     names = {chunk.file for chunks in manifest.chunks.values() for chunk in chunks}
     places = {name: SimpleNamespace(name=name, relative_path=str(manifest.folder / name)) for name in names}
     tensors: dict[str, Any] = {}
@@ -253,10 +253,10 @@ Named = Iterator[tuple[str, torch.Tensor]]
 def gather_whole(
     tensors: Mapping[str, torch.Tensor], specs: Mapping[str, TensorSpec], take: Callable[[Named], None] | None
 ) -> None:
-    """Give ``take`` whole tensors, made one after the other in :func:`file_order`; collective with DTensors.
+    """Pass full tensors to ``take``, gathered one at a time in :func:`file_order`; collective with DTensors.
 
-    ``take`` is None on ranks that only help to gather. Its failure must not leave these waiting in a collective, so the
-    rest is gathered and dropped.
+    ``take`` is None on ranks that only take part in the gather. If it fails, the remaining tensors are still gathered,
+    so that these ranks do not wait in a collective.
     """
     named = ((name, tensors[name]) for name in file_order(specs) if name in tensors)
     wholes = ((name, whole_tensor(tensor)) for name, tensor in named)
@@ -269,24 +269,24 @@ def gather_whole(
 
 
 def whole_tensor(tensor: Any) -> torch.Tensor:
-    """A tensor, gathered if it is a DTensor, on the device: NCCL has nothing for shards on the host; collective."""
+    """Return the full tensor; a DTensor is gathered on the device, because NCCL needs device shards; collective."""
     is_split = isinstance(tensor, DTensor)
     return tensor.to(tensor.device_mesh.device_type).full_tensor() if is_split else tensor
 
 
 def make_room(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Fail now, before other ranks wait for this one in :func:`gather_whole`, where the largest tensor has no room."""
+    """Fail early, before other ranks wait in :func:`gather_whole`, if the largest tensor does not fit in memory."""
     largest = max((t for t in tensors.values() if isinstance(t, DTensor)), key=lambda t: t.nbytes, default=None)
     if largest is not None:
-        torch.empty(largest.nbytes, dtype=torch.uint8, device=largest.device_mesh.device_type)  # and given back at once
+        torch.empty(largest.nbytes, dtype=torch.uint8, device=largest.device_mesh.device_type)  # freed at once
 
 
 def parts_of(
     tensors: Mapping[str, torch.Tensor], layout: Layout, rank: int, num_ranks: int
 ) -> tuple[Mapping[str, torch.Tensor], dict[str, ChunkStorageMetadata]]:
-    """What this rank brings of tensors and DTensors, and which part of each it writes; empty parts are left out.
+    """Return the tensors and DTensors of this rank, and the part of each that it writes, without empty parts.
 
-    A part that several ranks hold alike is written, and before that copied, by the one of them that has least so far.
+    If several ranks have the same part, the rank with the fewest assigned bytes copies and writes it.
     """
     chunks = {}
     if layout == "full":
@@ -295,7 +295,7 @@ def parts_of(
         return tensors, chunks
     parts = {}
     taken: dict[tuple[int, ...], list[int]] = {}
-    for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].nbytes, item[0])):  # evens out best
+    for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].nbytes, item[0])):  # balances best
         local = local_part(tensor)
         if not local.numel() and tensor.numel():
             continue
@@ -310,7 +310,7 @@ def parts_of(
 
 
 def _holders(tensor: DTensor) -> tuple[int, ...]:
-    """The ranks that hold the same part of it as this one, which holds one."""
+    """Return the ranks with the same part of a DTensor as this rank, which must have a part."""
     at: Any = tensor.device_mesh.get_coordinate()
     alike = (slice(None) if kind.is_replicate() else i for kind, i in zip(tensor.placements, at, strict=True))
     return tuple(tensor.device_mesh.mesh[tuple(alike)].flatten().tolist())
@@ -329,7 +329,7 @@ def _result(name: str, entry: FileEntry, parts: Mapping[str, Chunk]) -> WriteRes
 
 
 def versions() -> dict[str, str]:
-    """Of python and the packages that a run rests on."""
+    """Return the versions of Python and of the packages that a run depends on."""
     found = {"python": platform.python_version()}
     for package in _VERSIONED:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

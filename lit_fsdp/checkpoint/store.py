@@ -1,4 +1,4 @@
-"""Saving and loading of whole checkpoints, together on all ranks, at once or while training goes on."""
+"""Save and load complete checkpoints, collectively on all ranks, synchronously or in the background of training."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from lit_fsdp.errors import CheckpointError
 from lit_fsdp.metrics.hardware import is_accelerator
 
 _log = logging.getLogger(__name__)
-# One process without a process group is no surprise here. Set once: the filters are shared by all threads.
+# A single process without a process group is expected. Set once, because all threads share the filters.
 warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning)
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -60,20 +60,20 @@ def save_checkpoint(
     rank_state: Any = None,
     background: BackgroundSaver | None = None,
 ) -> None:
-    """Write one complete checkpoint at ``folder``, or raise on every rank and leave it as it was; collective.
+    """Write a complete checkpoint at ``folder``, or raise on every rank and leave ``folder`` unchanged; collective.
 
     Args:
-        folder: Where it becomes visible, in place of an older one. The same on every rank, on a file system all share.
+        folder: Final location; replaces an older checkpoint. The same on every rank, on a shared file system.
         tensors: Tensors (equal on all ranks) and DTensors by name; the same names on every rank.
         state: Non-tensor state of rank 0; see :func:`lit_fsdp.checkpoint.state.encode`.
-        manifest: ``global_step``, perhaps ``metrics``, and free JSON keys; rank 0's.
-        layout: One file per rank (``sharded``) or one in all (``full``).
-        files: Small files by path inside the checkpoint, content or a file to copy; rank 0's.
-        rank_state: State of this rank alone, e.g. its random generators.
-        background: Writes it, once the save before has ended and everything is copied to the host.
+        manifest: ``global_step``, optional ``metrics``, and any JSON keys; used on rank 0.
+        layout: One file per rank (``sharded``) or a single file (``full``).
+        files: Small files (content, or a file to copy) by path inside the checkpoint; used on rank 0.
+        rank_state: State of this rank only, e.g. its random generators.
+        background: Writes the checkpoint after the previous save has ended and everything is copied to the host.
 
     Raises:
-        CheckpointError: Anything that went wrong on any rank; names rank and file.
+        CheckpointError: Any failure on any rank; names rank and file.
     """
     if background is not None:
         background.wait()
@@ -99,21 +99,19 @@ def save_checkpoint(
 
 
 def check_alike(folder: Path, specs: Mapping[str, TensorSpec], layout: Layout) -> None:
-    """Raise CheckpointError on every rank unless all hold tensors of the same names, shapes and dtypes; collective."""
+    """Raise CheckpointError on every rank unless all have tensors of the same names, shapes and dtypes; collective."""
     ranks, what = Ranks(), f"checking what to save at {folder}"
     if len(set(ranks.run(what, lambda: _digest((str(folder), layout, sorted(specs.items())))))) > 1:
         held = ranks.run(what, lambda: set(specs.items()))
         names = ", ".join(sorted({name for one in held for name, _ in one ^ held[0]})[:5])
-        raise CheckpointError(
-            f"{folder}: the ranks do not hold the same tensor names, shapes and dtypes to save: {names}"
-        )
+        raise CheckpointError(f"{folder}: tensor names, shapes or dtypes to save differ between ranks: {names}")
 
 
 def own_parts(state: Any) -> tuple[dict[str, bool], bytes]:
-    """What of ``state`` differs between ranks, with whether it is an array, and this rank's part of it; collective.
+    """Return entries of ``state`` that differ between ranks (and if they are arrays), and this rank's part; collective.
 
-    The bytes, JSON, are as many on every rank, and none where all are alike. Of a callback that gives no state on a
-    rank, as where rank 0 alone saves, that is no difference.
+    The JSON bytes have the same length on every rank, and are empty if all states are equal. A callback without state
+    on some ranks, for example because only rank 0 saves, does not count as a difference.
     """
     ranks, what = Ranks(), "comparing the states of the ranks"
     parts = ranks.own(what, lambda: state_json.parts(state_json.encode(state)))
@@ -143,9 +141,9 @@ def _digest(value: object) -> bytes:
 
 
 class BackgroundSaver:
-    """Writes checkpoints in a thread, one at a time; the threads of all ranks have a ``group`` of their own.
+    """Write checkpoints in a thread, one at a time; the threads of all ranks use a separate ``group``.
 
-    Copies off an accelerator go to pinned memory.
+    Copies from an accelerator use pinned memory.
     """
 
     def __init__(self, device: torch.device, group: dist.ProcessGroup | None) -> None:
@@ -154,12 +152,12 @@ class BackgroundSaver:
         options = StagingOptions(
             use_pinned_memory=pins, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=pins
         )
-        self._stager = DefaultStager(options)  # keeps its host memory from one save to the next
+        self._stager = DefaultStager(options)  # reuses its host memory between saves
         self._pool = futures.ThreadPoolExecutor(1, "checkpoint-save")
         self._pending: list[futures.Future[None]] = []
 
     def begin(self, snapshot: Snapshot, ranks: Ranks) -> None:
-        """Copy, ``full`` gathered to rank 0 (a thread may not use training's groups), and let the thread write."""
+        """Copy (``full``: gather to rank 0, as the thread must not use training's groups), and start the thread."""
 
         def copy() -> Any:
             if snapshot.layout == "sharded":
@@ -176,11 +174,11 @@ class BackgroundSaver:
         self._pending = [self._pool.submit(_write, copied, self._writers)]
 
     def then(self, act: Callable[[], object]) -> None:
-        """Let the thread call ``act`` after the last save, if that stands; what goes wrong there is a warning."""
-        before = self._pending[:1]  # nothing once it was waited for
+        """Let the thread call ``act`` after the last save if it succeeds; errors of ``act`` are logged as warnings."""
+        before = self._pending[:1]  # empty after :meth:`wait`
 
         def after() -> None:
-            if not any(save.exception() for save in before):  # it has ended: there is one thread
+            if not any(save.exception() for save in before):  # already finished: there is only one thread
                 try:
                     act()
                 except (CheckpointError, OSError) as error:
@@ -189,27 +187,27 @@ class BackgroundSaver:
         self._pending.append(self._pool.submit(after))
 
     def wait(self) -> None:
-        """Wait until the thread has ended; a save that has failed on any rank is a CheckpointError on all, once."""
+        """Wait for the thread; a failed save on any rank raises CheckpointError on all ranks, once."""
         futures.wait(self._pending)  # Ctrl-C leaves it pending
         ended, self._pending = self._pending, []
         for future in ended:
             future.result()
 
     def close(self) -> None:
-        """Wait, end the thread and give the memory back; an error that nobody has seen is logged."""
+        """Wait, end the thread and free the memory; an unreported error is logged."""
         try:
             self.wait()
         except Exception as error:
-            _log.error("not saved: %s", error)
+            _log.error("checkpoint not saved: %s", error)
         self._pool.shutdown()
         self._stager.close()
 
 
 def load_tensors(folder: Path, into: Mapping[str, torch.Tensor], skip: Collection[str] = ()) -> None:
-    """Fill ``into`` in place from either layout, whatever ranks and sharding wrote it; collective.
+    """Load into ``into`` in place, from either layout and any number of ranks or sharding; collective.
 
-    Sizes of files are compared with the manifest, hashes not: that is :func:`verify_files`. A DTensor may have any
-    mesh, with ``Shard`` and ``Replicate`` placements; ``skip`` are names in the checkpoint that are left out.
+    File sizes are compared with the manifest; :func:`verify_files` compares hashes. DTensors may have any mesh, with
+    ``Shard`` and ``Replicate`` placements; ``skip`` are names in the checkpoint to ignore.
 
     Raises:
         CheckpointError: Names, shapes or dtypes differ (all are listed), or a file cannot be read.
@@ -231,14 +229,14 @@ def load_tensors(folder: Path, into: Mapping[str, torch.Tensor], skip: Collectio
 
 
 def load_weights(module: Module, path: Path | str) -> Module:
-    """Put the weights of a checkpoint into a plain module, in one process, and return it.
+    """Load the weights of a checkpoint into a plain module, in one process, and return the module.
 
-    A module that builds its layers in ``configure_model`` does so here, and reads the base of adapters there; with
-    ``strict_loading = False`` what the checkpoint lacks stays as it is.
+    If needed, this calls ``configure_model``, where a module builds its layers and reads the base of adapters. With
+    ``strict_loading = False``, parameters that are missing in the checkpoint stay unchanged.
 
     Raises:
-        CheckpointError: No checkpoint, or a damaged one.
-        ConfigError: It is of other adapters, or of adapters on another base.
+        CheckpointError: The path is not a checkpoint, or it is damaged.
+        ConfigError: The checkpoint has other adapters, or adapters on another base model.
         RuntimeError: Names or shapes differ; all are listed.
     """
     state = whole_model(path)
@@ -259,16 +257,16 @@ def load_weights(module: Module, path: Path | str) -> Module:
 
 
 def whole_model(path: Path | str) -> dict[str, torch.Tensor]:
-    """The verified model tensors of a checkpoint under the module's own names, tied ones under each of theirs."""
+    """Return the verified model tensors of a checkpoint by module name, tied tensors under each of their names."""
     manifest = read_manifest(path)
     refuse(manifest.folder, verify(manifest.folder))
     state = {n.removeprefix("model/"): read_tensor(manifest, n) for n in manifest.tensors if n.startswith("model/")}
     ties = manifest.extra.get("tied", {}).items()
-    return state | {again: state[first] for again, first in ties if first in state}  # none of a base that is elsewhere
+    return state | {again: state[first] for again, first in ties if first in state}  # skips a base stored elsewhere
 
 
 def load_state(folder: Path, rank: int | None = None) -> Any:
-    """The common non-tensor state of a checkpoint, verified, or what ``rank`` saved for itself (None if nothing)."""
+    """Return the verified common non-tensor state of a checkpoint, or that of ``rank`` (None if it saved none)."""
     manifest = read_manifest(folder)
     path = manifest.file(STATE)
     with disk.naming(path):
@@ -280,12 +278,12 @@ def load_state(folder: Path, rank: int | None = None) -> Any:
         ranks = found["ranks"]
         value = found["state"] if rank is None else ranks[rank] if rank < len(ranks) else None
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise CheckpointError(f"{path}: not the state of a run ({error!r})") from error
+        raise CheckpointError(f"{path}: invalid run state ({error!r})") from error
     return state_json.decode(value)
 
 
 def verify_files(folder: Path) -> None:
-    """Raise CheckpointError on every rank unless every file is as in the manifest; collective."""
+    """Raise CheckpointError on every rank unless all files match the manifest; collective."""
     refuse(folder, verify(folder, ranks=Ranks()))
 
 
@@ -301,7 +299,7 @@ def _write(snapshot: Snapshot, ranks: Ranks) -> None:
 
 @contextlib.contextmanager
 def _together(what: str, ranks: Ranks) -> Iterator[None]:
-    """Say in our words what DCP has gathered from all ranks."""
+    """Convert errors that DCP has gathered from all ranks to project errors."""
     try:
         yield
     except CheckpointException as error:

@@ -1,4 +1,4 @@
-"""What differs between a checkpoint and its manifest, file by file, and which checkpoint is sound; without torch."""
+"""Compare a checkpoint with its manifest, file by file, and find an intact checkpoint; without torch."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
 
 _THREADS = 4
 _WAY_OUT = (
-    "  fix:     lit-fsdp ckpt verify RUN shows which checkpoints are sound: give one as --ckpt_path;\n"
-    "           --resume.fallback true lets --ckpt_path last (or best) go on with the newest (next best) sound one"
+    "  fix:     run lit-fsdp ckpt verify RUN to list intact checkpoints, and set one as --ckpt_path;\n"
+    "           with --resume.fallback true, --ckpt_path last (or best) uses the newest (next best) intact checkpoint"
 )
 
 
 def verify(folder: Path | str, hashes: bool = True, ranks: Ranks | None = None) -> dict[str, str]:
-    """What is wrong with each file of a checkpoint that differs from its manifest, by its path; nothing if it is sound.
+    """Return the differences of a checkpoint from its manifest, by file path; empty if it is intact.
 
-    An unreadable manifest is the only difference then; without ``hashes`` only sizes are compared. Of ``ranks`` each
-    takes a part of the files, and all get the same answer (collective).
+    If the manifest is unreadable, it is the only difference. Without ``hashes`` only sizes are compared. With
+    ``ranks``, each rank checks a part of the files and all ranks get the same result (collective).
     """
     folder = Path(folder)
 
@@ -37,7 +37,7 @@ def verify(folder: Path | str, hashes: bool = True, ranks: Ranks | None = None) 
         except (CheckpointError, OSError) as error:
             return {MANIFEST: _short(error, folder / MANIFEST)}
 
-    manifest = read() if ranks is None else ranks.first(f"reading {folder}", read)  # rank 0 looks for all
+    manifest = read() if ranks is None else ranks.first(f"reading {folder}", read)  # rank 0 reads for all
     if isinstance(manifest, dict):
         return manifest
     names = sorted(manifest.files, key=lambda name: -manifest.files[name].num_bytes)
@@ -52,10 +52,10 @@ def verify(folder: Path | str, hashes: bool = True, ranks: Ranks | None = None) 
 def sound_checkpoint(
     folder: Path, others: Sequence[Path], ranks: Ranks, hashes: bool = True
 ) -> tuple[Path, Mapping[Path, str]]:
-    """The first of ``folder`` and ``others`` that is sound, and what is wrong with each one before it; collective.
+    """Return the first intact checkpoint of ``folder`` and ``others``, and the damage of those before it; collective.
 
     Raises:
-        CheckpointError: On every rank; all are damaged, and each file that differs is named.
+        CheckpointError: On every rank if all are damaged; names each file that differs.
     """
     ranks.first(f"looking for {folder}", lambda: disk.restore(folder))
     if not others:
@@ -70,7 +70,7 @@ def sound_checkpoint(
 
 
 def describe(folder: Path, differences: Mapping[str, str]) -> str:
-    """``folder`` and what differs there, one line per file."""
+    """Describe the differences in ``folder``, one line per file."""
     return "\n".join([f"{folder} is damaged:", *(f"  {name}: {problem}" for name, problem in differences.items())])
 
 
@@ -81,7 +81,7 @@ def refuse(folder: Path, differences: Mapping[str, str]) -> None:
 
 
 def sha256_of(manifest: Manifest) -> str:
-    """One SHA-256 for a checkpoint: that of what ``sha256sum`` says of the manifest's files, sorted by name."""
+    """Return one SHA-256 for a checkpoint: that of the ``sha256sum`` output for its files, sorted by name."""
     lines = (f"{hash_file(manifest.file(name), hashlib.sha256)}  {name}\n" for name in sorted(manifest.files))
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
@@ -102,5 +102,5 @@ def _differences(manifest: Manifest, names: Sequence[str], hashes: bool) -> dict
 
 
 def _short(error: Exception, path: Path) -> str:
-    """The text of an error without the path that stands before it anyway, and without advice."""
+    """Return the text of an error without the path prefix and without the fix."""
     return str(error).removeprefix(f"{path}: ").partition("; ")[0]

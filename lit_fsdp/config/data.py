@@ -18,7 +18,7 @@ NEEDED_COLUMNS: dict[RowFormat, tuple[str, ...]] = {
     "text": ("text",),
     "preference": ("chosen", "rejected"),
 }
-"""Columns that each row format needs; ``auto`` is the first format whose columns a row has."""
+"""Required columns by row format; ``auto`` selects the first format whose columns are all present."""
 COLUMNS = (
     *(column for needed in NEEDED_COLUMNS.values() for column in needed),
     *("system", "tools", "functions", "input", "history", "chat_template_kwargs"),

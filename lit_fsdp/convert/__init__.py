@@ -1,4 +1,4 @@
-"""Configurations of other libraries as recipes, with the fate of every key; without torch."""
+"""Convert configurations of other libraries to recipes, and report the result for every key; without torch."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _ONE_NODE = {"hybrid_shard": "full_shard", "hybrid_shard_zero2": "shard_grad_op"
 
 
 def convert_file(kind: str, path: Path, ranks: int | None = None, num_nodes: int = 1) -> Conversion:
-    """Convert a configuration file to a recipe, with what became of each of its keys.
+    """Convert a configuration file to a recipe, with a report for each of its keys.
 
-    ``ranks`` and ``num_nodes`` are those of the run, which only the files of Accelerate hold.
+    ``ranks`` and ``num_nodes`` describe the run; only Accelerate files contain them.
 
     Raises:
-        ConfigError: The file cannot be read, a value is none the library accepts, or values do not go together.
+        ConfigError: The file cannot be read, the library would not accept a value, or values conflict.
     """
     values, conversion = read_mapping("file", str(path)), Conversion()
     if kind == "accelerate":
@@ -43,14 +43,14 @@ def convert_file(kind: str, path: Path, ranks: int | None = None, num_nodes: int
     _finish(conversion)
     missing = [" or ".join(paths.split()) for paths in _NEEDED if not any(map(conversion.get, paths.split()))]
     autos = dict.fromkeys(fate.key for fate in conversion.fates if "(auto: " in fate.text)
-    conversion.to_give += [f"Set {', '.join(missing)}: the input does not say."] if missing else []
-    conversion.to_give += [f"Check what stands for auto in {', '.join(autos)}."] if autos else []
+    conversion.to_give += [f"Set {', '.join(missing)}: missing in the input."] if missing else []
+    conversion.to_give += [f"Check the values that replace auto in {', '.join(autos)}."] if autos else []
     _check(conversion)
     return conversion
 
 
 def _finish(conversion: Conversion) -> None:
-    """Put hybrid sharding where there are copies and only there; write modes without details as words."""
+    """Use hybrid sharding only with several copies; write modes without further options as plain words."""
     strategy, sharding = conversion.get(STRATEGY), conversion.get("sharding")
     if strategy.get("replicate_degree", 1) > 1:
         strategy["sharding"] = "hybrid_shard" if sharding == "full_shard" else "hybrid_shard_zero2"
@@ -65,7 +65,7 @@ def _finish(conversion: Conversion) -> None:
 
 
 def _check(conversion: Conversion) -> None:
-    """Check the recipe as ``audit`` does, which leaves out what only a run needs; errors name the input's key."""
+    """Check the recipe like ``audit``, without fields that only a run needs; errors name the input's key."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "recipe.yaml"
         flags = [] if conversion.get("model.name") else ["--model.name", "unnamed"]

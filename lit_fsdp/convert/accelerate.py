@@ -1,4 +1,4 @@
-"""The YAML of ``accelerate config``, and its ``fsdp_config``, which Transformers shares with other defaults."""
+"""Convert the YAML of ``accelerate config``, and its ``fsdp_config``, which Transformers uses with other defaults."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _FSDP: Table = {
     "cpu_ram_efficient_loading": Keep("cpu_ram_efficient_loading", why="if true, each rank reads its own shards"),
     "state_dict_type": Keep("state_dict", _STATE_DICTS),
     "use_orig_params": Drop("parameters keep their own names here; the losses are the same"),
-    "mixed_precision_policy": Drop("accelerate launch does not hand it on: mixed_precision decides"),
+    "mixed_precision_policy": Drop("accelerate launch ignores it: mixed_precision decides"),
     "ignored_modules": Drop("every parameter is in a unit here", OFF),
     **rows("xla xla_*", Drop("FSDP through XLA is for TPUs", OFF)),
 }
@@ -46,26 +46,26 @@ _POLICIES = {"TRANSFORMER_BASED_WRAP": "classes", "SIZE_BASED_WRAP": "min_num_pa
 _STARTS = Drop("torchrun, srun or Lightning starts the processes")
 _ACCELERATE: Table = {
     **rows("distributed_type num_processes num_machines gpu_ids use_cpu mixed_precision", None),
-    "compute_environment": Drop("a recipe is no job of that service", "local_machine"),
+    "compute_environment": Drop("recipes cannot start jobs of that service", "local_machine"),
     **rows("machine_rank main_* rdzv_backend same_network mpirun_config enable_cpu_affinity debug", _STARTS),
-    **rows("tpu_* command_file commands downcast_bf16 megatron_lm_config", Drop("distributed_type is another")),
+    **rows("tpu_* command_file commands downcast_bf16 megatron_lm_config", Drop("distributed_type does not use it")),
     "fp16": Drop("mixed_precision decides", OFF),
-    "fp8_config": Drop("torchao's fp8 has its own choices"),
+    "fp8_config": Drop("torchao's fp8 has its own options"),
     **rows("dynamo_backend dynamo_config.backend",
            Keep("compile", {"NO": False, "INDUCTOR": True}, "block by block", "only inductor compiles blocks")),
     **rows("dynamo_config.mode dynamo_config.use_*", Drop("each block is compiled with torch's defaults")),
     **under("parallelism_config", {
         "dp_replicate_size": Keep("replicate_degree"),
         "dp_shard_size": Keep("shard_degree"),
-        **rows("tp_size cp_size sp_size", Drop("no tensor or sequence is split here", "1")),
-        **rows("cp_* sp_* enable_async_tp", Drop("no tensor or sequence is split here")),
+        **rows("tp_size cp_size sp_size", Drop("splitting tensors or sequences is not converted", "1")),
+        **rows("cp_* sp_* enable_async_tp", Drop("splitting tensors or sequences is not converted")),
     }),
-    "deepspeed_config": Drop("distributed_type is another"),
+    "deepspeed_config": Drop("distributed_type does not use it"),
 }  # fmt: skip
 
 
 def convert_accelerate(conversion: Conversion, values: dict[str, Any]) -> None:
-    """Convert an Accelerate configuration for FSDP, DDP or one process."""
+    """Convert an Accelerate configuration for FSDP, DDP or a single process."""
     version, table = fsdp_table(values, "1", {})
     source = Source(conversion, {**_ACCELERATE, **table}, values)
     distributed, word = source.take("distributed_type", "NO"), source.take("mixed_precision", "no")
@@ -82,14 +82,14 @@ def convert_accelerate(conversion: Conversion, values: dict[str, Any]) -> None:
         source.ignore("fsdp_config. parallelism_config.", where)
         put_engine(conversion, "", ranks)
     whole = "Accelerate trains with DDP on a CPU" if on_cpu else "the whole model on every rank"
-    note = "by the version of fsdp_config, 1 by default" if kind == "fsdp" else whole
+    note = "from the version in fsdp_config, 1 by default" if kind == "fsdp" else whole
     conversion.say(distributed, f"replaced by engine: {conversion.get('engine')} ({note})")
     put_precision(conversion, word)
     source.rest()
 
 
 def fsdp_table(values: dict[str, Any], default: str, of_version_1: Table) -> tuple[str, Table]:
-    """The version that ``fsdp_config`` says, and its rows, those of version 1 being the library's."""
+    """Return the version in ``fsdp_config`` and its rows; ``of_version_1`` are the library's rows of version 1."""
     config = values.get("fsdp_config")
     config = config if isinstance(config, dict) else {}
     version = str(config.get("fsdp_version") or config.get("version") or default)
@@ -100,7 +100,7 @@ def fsdp_table(values: dict[str, Any], default: str, of_version_1: Table) -> tup
 def convert_fsdp(
     conversion: Conversion, source: Source, version: str, state_dict: str, policy: str, smallest: int
 ) -> None:
-    """Put the defaults of ``fsdp_config`` and convert the three keys that decide about units together."""
+    """Set the defaults of ``fsdp_config``, and convert the three keys that together define the units."""
     put_engine(conversion, f"fsdp{version}", None, state_dict)
     chosen = source.take("fsdp_config.auto_wrap_policy", policy)
     classes = source.take("fsdp_config.transformer_layer_cls_to_wrap", [])
@@ -108,7 +108,7 @@ def convert_fsdp(
     kind = chosen.read(_POLICIES)
     wrap: Any = "auto"
     if kind == "classes" and classes.value:
-        # the classes and nothing else, as the policy wraps them
+        # only these classes, like the policy
         wrap = {"classes": classes.read(names), "embedding_and_head": False}
     elif kind == "min_num_params" and size.read(number):
         wrap = {"min_num_params": size.read(number)}
@@ -122,14 +122,14 @@ def convert_fsdp(
 
 
 def _processes(conversion: Conversion, source: Source, kind: str, name: Any) -> tuple[int | None, bool]:
-    """Put devices, nodes and accelerator; returns the ranks, if known, and whether they are on CPUs."""
+    """Set devices, nodes and accelerator; returns the ranks, if known, and whether they use CPUs."""
     cpu, nodes = source.take("use_cpu", False), source.take("num_machines", 1)
     on_cpu = cpu.on or str(name).upper() == "MULTI_CPU"
     conversion.keep(cpu, "trainer.accelerator", "cpu" if on_cpu else "auto" if kind == "single" else "gpu")
     processes, gpus = source.take("num_processes", 1 if kind == "single" else -1), source.take("gpu_ids", "all")
     ranks = None if str(processes.value) == "-1" else int(processes.read(number))
     if gpus.value == "all" or on_cpu:
-        conversion.drop(gpus, "trainer.devices says how many")
+        conversion.drop(gpus, "trainer.devices sets the number")
     else:
         conversion.keep(gpus, "trainer.devices", [int(number(gpus.key, one)) for one in gpus.read(names)][:ranks])
     put_ranks(conversion, ranks, int(nodes.read(number)), "num_processes")

@@ -1,4 +1,4 @@
-"""Axolotl's YAML, which holds arguments of the Transformers Trainer, some of them by other names."""
+"""Convert Axolotl's YAML, which contains arguments of the Transformers Trainer, some under other names."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ _KEPT = {
     "dp_replicate_size": "replicate_degree",
 }  # fmt: skip
 _MASKS: Table = {
-    "chat_template": Keep("data.chat_template", _TEMPLATES, other="there is no such named template here: name a file, "
-                          "or leave data.chat_template out if the tokenizer has it"),
-    "roles_to_train": Drop("the assistant's turns are supervised", "['assistant'] assistant"),
-    **rows("train_on_eos train_on_eot", Drop("the end of every supervised turn is supervised, no other", "turn")),
-    "eot_tokens": Drop("the template says where turns end"),
+    "chat_template": Keep("data.chat_template", _TEMPLATES, other="this named template is not supported: use a file, "
+                          "or remove data.chat_template if the tokenizer has it"),
+    "roles_to_train": Drop("only assistant turns are supervised", "['assistant'] assistant"),
+    **rows("train_on_eos train_on_eot", Drop("only the end of supervised turns is supervised", "turn")),
+    "eot_tokens": Drop("the template defines where turns end"),
 }  # fmt: skip
 _AXOLOTL: Table = {
     **ARGUMENTS,
     **rows("rl adapter load_in_4bit lora_target_linear datasets test_datasets pretraining_dataset", None),
     **{theirs: Keep(ours) for theirs, ours in _KEPT.items()},
     **_MASKS,
-    "optim": Drop("AdamW is the optimizer here", "adamw_torch adamw_torch_fused adamw_hf paged_adamw_32bit"),
-    "sample_packing": Keep("data.packing", why="micro_batch_size counts packs, of as many tokens as there"),
+    "optim": Drop("lit_fsdp uses AdamW", "adamw_torch adamw_torch_fused adamw_hf paged_adamw_32bit"),
+    "sample_packing": Keep("data.packing", why="micro_batch_size counts packs, of the same size as in Axolotl"),
     "excess_length_strategy": Keep("data.truncation", {"drop": "drop", "truncate": "end", "raise": "error"}),
     "val_set_size": Keep("data.val_split", lambda key, value: number(key, value) or None),
     "evals_per_epoch": Keep("trainer.val_check_interval", lambda key, value: 1 / max(1, number(key, value))),
@@ -57,22 +57,22 @@ _AXOLOTL: Table = {
                                    "offload": _OFFLOAD, "offload_disk": _OFFLOAD}),
     "fsdp_version": Keep("engine", {"1": "fsdp1", "2": "fsdp2"}),
     "special_tokens.pad_token": Drop("padding is never supervised"),
-    "special_tokens.*": Drop("the tokenizer's own hold: change them in a folder, as model.tokenizer", "none"),
-    "tensor_parallel_size": Drop("no tensor is split here", "1"),
-    "plugins": Drop("the model and its loss are computed in one way here", "['axolotl.integrations.liger.ligerplugin'] "
+    "special_tokens.*": Drop("the tokenizer's own tokens apply: edit a folder, and set it as model.tokenizer", "none"),
+    "tensor_parallel_size": Drop("tensor parallelism is not supported", "1"),
+    "plugins": Drop("model and loss plugins are not supported", "['axolotl.integrations.liger.ligerplugin'] "
                     "['axolotl.integrations.cut_cross_entropy.cutcrossentropyplugin']"),
     **rows("pad_to_sequence_len sample_packing_* eval_sample_packing batch_flattening lora_*_kernel unsloth_* liger_* "
            "cut_cross_entropy flash_attn_* flash_attention sdp_attention flex_attention xformers_attention "
            "eager_attention attn_implementation heads_k_stride ring_attn_func fsdp_final_state_dict_type "
            "fsdp_config.final_state_dict_type fsdp_config.cpu_offload_pin_memory",
-           Drop("it changes speed, memory and files, not what is computed")),
+           Drop("it affects speed, memory and files, not results")),
     **rows("shuffle_merged_datasets dataset_prepared_path dataset_processes model_type tokenizer_type is_* strict "
            "wandb_* mlflow_* comet_* use_* hf_*", Drop("model, data, trainer.logger and the command decide")),
     **rows("load_in_8bit lora_* peft_* loraplus_* relora* bnb_config_kwargs s2_attention rpo_alpha cpo_alpha trl qat "
            "fp8 float16 bfloat16 gptq early_stopping_patience loss_watchdog_* embedding_lr* lr_groups batch_size "
            "base_model_config revision_of_model unfrozen_parameters default_system_message chat_template_jinja "
            "dataset_exact_deduplication curriculum_sampling activation_offloading",
-           Drop("there is no such choice here", OFF)),
+           Drop("this option is not supported", OFF)),
 }  # fmt: skip
 
 
@@ -98,7 +98,7 @@ def convert_axolotl(conversion: Conversion, values: dict[str, Any], ranks: int |
         conversion.put(path, value)
     if conversion.get("model.lora.quantize") and conversion.get("engine") == "fsdp1":
         conversion.get(STRATEGY).update(engine="fsdp2", backward_prefetch="pre")
-        conversion.say(Given("adapter", None), "replaced by engine: fsdp2 (fsdp1 has no base in 4 bits)")
+        conversion.say(Given("adapter", None), "replaced by engine: fsdp2 (fsdp1 does not support a 4-bit base)")
 
 
 def _data(conversion: Conversion, source: Source) -> None:
@@ -107,7 +107,7 @@ def _data(conversion: Conversion, source: Source) -> None:
         conversion.put("model.class_path", "lit_fsdp.PreferenceModule")
         word = loss.read({word: word for word in ("dpo", "ipo", "orpo", "simpo")})
         penalty = word == "simpo" and number("cpo_alpha", source.take("cpo_alpha", 1).value) != 0
-        note = "without the plain loss that cpo_alpha adds, 1 by default" if penalty else ""
+        note = "without the additional plain loss of cpo_alpha, 1 by default" if penalty else ""
         conversion.keep(loss, "model.preference.loss", word, note, differs=penalty)
 
     def begin(key: str, own: str, entry: dict[str, Any]) -> Source:
@@ -116,7 +116,7 @@ def _data(conversion: Conversion, source: Source) -> None:
         word = str(kind.value).partition(":")[0].partition(".")[0]
         form = "preference" if loss.key else _FORMATS.get(word, "auto")
         differs = form != "text" and word not in ("chat_template", "sharegpt")
-        why = "the chat template writes the turns, and nothing else" if differs else ""
+        why = "only the chat template writes the turns" if differs else ""
         conversion.keep(kind, f"{own}.format", form, why, differs)
         return found
 
@@ -127,7 +127,7 @@ def _data(conversion: Conversion, source: Source) -> None:
 
 
 def _of_data_set(own: str, messages: str) -> Table:
-    """The rows of one data set, which goes to ``own``."""
+    """Return the table of one data set with path ``own`` in the recipe."""
     columns, turns = ("system", "tools", "chosen", "rejected"), ("role", "content", "reasoning_content", "tool_calls")
     return {
         "type": None,
@@ -138,13 +138,13 @@ def _of_data_set(own: str, messages: str) -> Table:
         "field_messages": Keep(f"{own}.columns.{messages}"),
         "field": Keep(f"{own}.columns.text"),
         "revision": Keep(f"{own}.revision"),
-        "ds_type": Drop("the ending of a file says it"),
+        "ds_type": Drop("it follows from the file extension"),
         **_MASKS,
     }
 
 
 def _roles(key: str, value: Any) -> dict[str, str] | None:
-    """The source's roles with ours, where they are not alike."""
+    """Map the source's roles to ours where they differ."""
     require(isinstance(value, dict), key, repr(value), "a mapping of lists", f"write {key}: {{user: [human]}}")
     return {theirs: ours for ours, found in value.items() for theirs in names(key, found) if theirs != ours} or None
 
@@ -158,24 +158,24 @@ def _adapter(conversion: Conversion, source: Source) -> None:
         source.ignore("lora_ peft_ loraplus_ bnb_config_kwargs", "there is no adapter")
         return
     conversion.say(adapter, "kept as model.lora")
-    conversion.put("model.lora", {"r": 8, "alpha": 8})  # as peft has them
+    conversion.put("model.lora", {"r": 8, "alpha": 8})  # defaults of peft
     if adapter.read({"lora": bits.on, "qlora": True}):
         conversion.keep(bits, "model.lora.quantize", "nf4")
         conversion.put("model.lora.double_quantization", True)
     if linear.on:
         conversion.keep(linear, "model.lora.target_modules", "all-linear")
-        conversion.drop(source.take("lora_target_modules"), "lora_target_linear has them too")
+        conversion.drop(source.take("lora_target_modules"), "lora_target_linear includes them")
 
 
 def _precision(conversion: Conversion, source: Source) -> None:
-    """Convert the switches; bf16 is on by default, and weights are loaded in it, which FSDP alone trains in fp32."""
+    """Convert the switches; bf16 is the default and the dtype of loaded weights, and only FSDP trains these in fp32."""
     fp16, bf16 = source.take("fp16", False), source.take("bf16", "auto")
     is_on = bf16.value in ("auto", "full") or bf16.on
     first = fp16.on and (bf16.value == "auto" or not is_on)
-    conversion.drop(bf16 if first else fp16, "it is off, or the other precision decides")
+    conversion.drop(bf16 if first else fp16, "it is off, or the other precision applies")
     if not is_on or first or conversion.get("model.lora") or conversion.get("engine").startswith("fsdp"):
         word = "fp16" if first else "bf16" if is_on else "no"
         put_precision(conversion, Given(fp16.key if first else bf16.key, word))
     else:
-        note = "the weights that it updates are bf16; precision: mixed keeps them in fp32"
+        note = "updates bf16 weights; precision: mixed keeps fp32 weights"
         conversion.keep(bf16, "precision.mode", "low_precision", note)

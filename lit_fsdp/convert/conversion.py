@@ -1,4 +1,4 @@
-"""A recipe in the making, with a line for every key of the input, and the values of those keys."""
+"""A recipe being converted, with a report line for every key of the input, and the values of those keys."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _SECTIONS = ("seed_everything", "trainer", "model", "data", "checkpoint")
 _BOOL = dict.fromkeys("true t yes y on 1".split(), True) | dict.fromkeys("false f no n off 0".split(), False)
 
 Reader = Callable[[str, Any], Any] | Mapping[str, Any]
-"""The recipe's value of a key and its value, or a table of words; a result of null leaves the recipe's default."""
+"""Function from key and value to the recipe's value, or a table of words; None keeps the recipe's default."""
 
 
 def as_is(key: str, value: Any) -> Any:
-    """Return the value, or the number or truth that its text stands for; the check of the recipe judges it."""
+    """Return the value, or the number or boolean of its text; the recipe check validates it later."""
     try:
         return number(key, value) if isinstance(value, str) else value
     except ConfigError:
@@ -31,7 +31,7 @@ def as_is(key: str, value: Any) -> Any:
 
 
 def number(key: str, value: Any) -> float:
-    """Parse a number, also written as text (``5e-5``, which YAML takes for text); an integer where it is one."""
+    """Parse a number, also from text (YAML reads ``5e-5`` as text); integral values become int."""
     try:
         found = float(value)
         return int(found) if found.is_integer() else found
@@ -40,13 +40,13 @@ def number(key: str, value: Any) -> float:
 
 
 def names(key: str, value: Any) -> list[str]:
-    """Split names, given as a list or as one text with commas or spaces."""
+    """Split names, given as a list or as a string with commas or spaces."""
     parts = value if isinstance(value, list) else [value]
     return list(dict.fromkeys(name for part in parts for name in re.split(r"[,\s]+", str(part)) if name))
 
 
 def choose(key: str, value: Any, words: Mapping[str, Any]) -> Any:
-    """Look a word up in any case; words in capitals also by their number, counted from 1."""
+    """Look up a word, ignoring case; words in capitals also by their number, counted from 1."""
     lowered = {word.lower(): result for word, result in words.items()}
     word = "no" if value is False and "no" in lowered else str(value).strip().lower()  # YAML reads NO as false
     if word.isdigit() and 1 <= int(word) <= len(words) and next(iter(words)).isupper():
@@ -62,48 +62,48 @@ def shown(value: Any) -> str:
 
 
 def read_mapping(key: str, given: str, folder: Path = Path()) -> dict[str, Any]:
-    """Read JSON text, a YAML or JSON file (from here, or else from ``folder``), or standard input (``-``)."""
+    """Read JSON text, a YAML or JSON file (relative to here, or else to ``folder``), or standard input (``-``)."""
     path = Path(given).expanduser()
     try:
         if given.startswith("{") or given == "-":
             text = given if given != "-" else sys.stdin.read()
         else:
             text = (path if path.exists() else folder / path).read_text(encoding="utf-8-sig")
-        # JSON may hold tabs, which YAML refuses
+        # JSON may contain tabs, which YAML rejects
         found = json.loads(text) if text.startswith("{") else yaml.safe_load(text)
     except (OSError, ValueError, yaml.YAMLError) as error:
         why = " ".join(str(error).split())
-        raise ConfigError(key, f"{given} ({why})", "YAML or JSON that can be read", "check the path") from None
-    require(isinstance(found, dict) and found, key, f"{given} without keys", "a mapping of keys", "name a config file")
+        raise ConfigError(key, f"{given} ({why})", "a readable YAML or JSON file", "check the path") from None
+    require(isinstance(found, dict) and found, key, f"{given} without keys", "a mapping of keys", "use a config file")
     return dict(found)
 
 
 @dataclass(frozen=True)
 class Given:
-    """One value of the input; the library's default where ``key`` is empty."""
+    """One value of the input, or the library's default if ``key`` is empty."""
 
     key: str
     value: Any
 
     def read(self, reader: Reader) -> Any:
-        """The value as the recipe has it."""
+        """Convert the value to that of the recipe."""
         return choose(self.key, self.value, reader) if isinstance(reader, Mapping) else reader(self.key, self.value)
 
     @property
     def on(self) -> bool:
-        """The value as a switch."""
+        """The value as a boolean."""
         return bool(self.read(_BOOL))
 
 
 @dataclass(frozen=True)
 class Fate:
-    """What became of one key of the input."""
+    """Result of the conversion for one key of the input."""
 
     key: str
     text: str
     """kept as …, replaced by …, or dropped because …"""
     differs: bool = False
-    """Whether training differs from the original because of it."""
+    """Whether it makes training differ from the original."""
 
     def __str__(self) -> str:
         return f"{self.key}: {self.text}" + (" [trains differently]" if self.differs else "")
@@ -111,36 +111,36 @@ class Fate:
 
 @dataclass
 class Conversion:
-    """A recipe in the making, and a line for every key of the input."""
+    """A recipe being converted, and a report line for every key of the input."""
 
     recipe: dict[str, Any] = field(default_factory=dict)
     fates: list[Fate] = field(default_factory=list)
     to_give: list[str] = field(default_factory=list)
-    """What the input does not know and the user has to add; becomes comments of the recipe."""
+    """Missing information that the user has to add; written as comments of the recipe."""
     by: dict[str, str] = field(default_factory=dict)
-    """The key that decided a path of the recipe; none where a default did."""
+    """The input key that set a path of the recipe; paths set by defaults are missing."""
 
     @property
     def differs(self) -> bool:
-        """Whether the recipe trains otherwise than the original."""
+        """Whether the recipe trains differently from the original."""
         return any(fate.differs for fate in self.fates)
 
     def get(self, path: str) -> Any:
-        """Return a value of the recipe so far; a bare word is a field of the strategy."""
+        """Return a value of the current recipe; a bare word is a field of the strategy."""
         section: Any = self.recipe
         for part in _full(path).split("."):
             section = section.get(part) if isinstance(section, dict) else None
         return section
 
     def put(self, path: str, value: Any, key: str = "") -> Any:
-        """Set a value where none is, with ``key`` also over a default but not over another key; returns what holds."""
+        """Set a missing value (with ``key``: also replace a default, but no other key); returns the resulting value."""
         path = _full(path)
         *parents, last = path.split(".")
         section = self.recipe
         for part in parents:
             section = section.setdefault(part, {})
         if by := key and self.by.get(path):
-            given = f"{shown(value)}, beside {by} {shown(section[last])}"
+            given = f"{shown(value)}, but {by} is {shown(section[last])}"
             require(section[last] == value, key, given, f"one value for {path}", f"drop {key}, or {by}")
         if key or last not in section:
             section[last] = value
@@ -149,21 +149,21 @@ class Conversion:
         return section[last]
 
     def keep(self, given: Given, path: str, value: Any, note: str = "", differs: bool = False) -> None:
-        """Put a value and say so of its key."""
+        """Set a value, and report it for its key."""
         words = f"kept as {path}: {shown(self.put(path, value, given.key))}"
         self.say(given, f"{words} ({note})" if note else words, differs)
 
     def drop(self, given: Given, why: str, differs: bool = False) -> None:
-        """Say that a key has no counterpart, and why."""
+        """Report that a key has no counterpart, and why."""
         self.say(given, f"dropped because {why}", differs)
 
     def say(self, given: Given, words: str, differs: bool = False) -> None:
-        """Add a line to the report, unless it would be about a default."""
+        """Add a line to the report, except for defaults."""
         if given.key:
             self.fates.append(Fate(given.key, words, differs))
 
     def as_yaml(self, source: str) -> str:
-        """Write the recipe as YAML with a head that says where it is from and what is missing."""
+        """Return the recipe as YAML, with comments about its source and missing settings."""
         head = "\n".join(f"# {line}" for line in (f"Converted from {source}.", *self.to_give))
         ordered = {name: self.recipe[name] for name in _SECTIONS if name in self.recipe}
         return f"{head}\n\n{yaml.safe_dump(ordered, sort_keys=False, allow_unicode=True, width=110)}"

@@ -1,4 +1,4 @@
-"""DeepSpeed's JSON, and what all formats derive: ranks and precision."""
+"""Convert DeepSpeed's JSON; also ranks and precision for all formats."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from lit_fsdp.errors import require
 _MODES = {"no": "fp32", "bf16": "mixed", "fp16": "fp16_mixed", "fp8": "fp8"}
 _NOTES = {"fp32": "low_precision if the script loads its weights in bf16", "fp8": "torchao chooses other layers"}
 _STAGES = {"auto": "shard_grad_op", "0": "no_shard", "1": "shard_grad_op", "2": "shard_grad_op", "3": "full_shard"}
-_INSIDE = Drop("FSDP has its own units, buffers and order of work")
+_INSIDE = Drop("FSDP has its own units, buffers and schedule")
 _HALF: Table = {
     "enabled": None,
     "loss_scale": Drop("the loss scale is always dynamic here", "0 0.0"),
     "check_grad_overflow": Keep("nonfinite_gradients", {"true": "skip", "false": "error"}),
     **rows("*_master_weights_and_grads bf16_optimizer_states", Drop("weights and moments are fp32 here", OFF)),
     **rows("initial_scale_power loss_scale_window hysteresis min_loss_scale consecutive_hysteresis auto_cast "
-           "immediate_grad_update", Drop("torch's scaler finds its own scale")),
+           "immediate_grad_update", Drop("torch's scaler sets its own scale")),
 }  # fmt: skip
 _DEVICE = Keep("cpu_offload", {"none": None, "cpu": True, "nvme": True}, "parameters, gradients and optimizer state "
                "together, in host memory")  # fmt: skip
@@ -30,11 +30,11 @@ _DEEPSPEED: Table = {
     **under("bfloat16", _HALF),
     **under("fp16", _HALF),
     "communication_data_type": Keep("precision.reduce_dtype", why="gradients are summed in it"),
-    "data_types.grad_accum_dtype": Drop("gradients add up in fp32 here", "fp32 float32 float"),
+    "data_types.grad_accum_dtype": Drop("gradients are accumulated in fp32 here", "fp32 float32 float"),
     "gradient_clipping": Keep("trainer.gradient_clip_val"),
     **under("scheduler", {
         "type": Keep("model.optim.schedule", {"WarmupLR": "constant", "WarmupDecayLR": "linear",
-                                              "WarmupCosineLR": "cosine"}, other="there is no such schedule here"),
+                                              "WarmupCosineLR": "cosine"}, other="this schedule is not supported"),
         "params.warmup_max_lr": Keep("model.optim.lr"),
         "params.warmup_num_steps": Keep("model.optim.warmup_steps"),
         "params.warmup_type": None,
@@ -43,39 +43,39 @@ _DEEPSPEED: Table = {
         "params.total_num_steps": Keep("trainer.max_steps", why="the schedule ends with the run here"),
     }),
     **under("optimizer", {
-        "type": Drop("AdamW is the optimizer here", "adam adamw fusedadam"),
+        "type": Drop("lit_fsdp uses AdamW", "adam adamw fusedadam"),
         "params.lr": Keep("model.optim.lr"),
         "params.betas": Keep("model.optim.beta1 model.optim.beta2"),
         "params.eps": Keep("model.optim.eps"),
         "params.weight_decay": Keep("model.optim.weight_decay", why="decays matrices only"),
         "params.adam_w_mode": Drop("weight decay is always decoupled here", "true 1"),
-        **rows("params.torch_adam params.bias_correction legacy_fusion", Drop("it is torch's fused AdamW")),
+        **rows("params.torch_adam params.bias_correction legacy_fusion", Drop("lit_fsdp uses torch's fused AdamW")),
     }),
     **under("zero_optimization", {
         "stage": None,
         **rows("offload_param.device offload_optimizer.device", _DEVICE),
         **rows("cpu_offload cpu_offload_param", Keep("cpu_offload", {"true": True, "false": None})),
         **rows("offload_param.* offload_optimizer.* cpu_offload_use_pin_memory", Drop("torch offloads in its own way")),
-        **rows("zero_hpz_partition_size mics_*", Drop("shard_degree splits within a part of the ranks; same losses")),
-        "zero_quantized_*": Drop("nothing is quantized on its way here", OFF),
+        **rows("zero_hpz_partition_size mics_*", Drop("shard_degree shards over a subset of the ranks; same losses")),
+        "zero_quantized_*": Drop("communication is not quantized here", OFF),
         "zenflow": Drop("every step updates all parameters here", OFF),
-        "stage3_gather_*": Drop("lit-fsdp export writes the whole model in the dtype you ask for"),
+        "stage3_gather_*": Drop("lit-fsdp export writes the full model in any dtype"),
         **rows("load_from_fp32_weights elastic_checkpoint pipeline_loading_checkpoint",
-               Drop("checkpoints hold fp32 weights, and any number of ranks resumes them")),
+               Drop("checkpoints have fp32 weights, and any number of ranks can resume them")),
         **rows("stage3_* reduce_* allgather_* overlap_comm contiguous_gradients sub_group_size round_robin_gradients "
                "use_multi_rank_bucket_allreduce ignore_unused_parameters legacy_stage1 leaf_module parameter_alignment "
                "memory_efficient_linear override_module_apply log_trace_cache_warnings *_sanity_checks", _INSIDE),
     }),
-    "activation_checkpointing": Drop("it sets up DeepSpeed's own function; activation_checkpointing: full recomputes"),
+    "activation_checkpointing": Drop("it configures DeepSpeed's own function; use activation_checkpointing: full"),
     **rows("steps_per_print wall_clock_breakdown memory_breakdown dump_state flops_profiler comms_logger tensorboard "
            "wandb comet csv_monitor autotuning", Drop("it only prints or measures; see trainer.logger")),
     **rows("zero_allow_untested_optimizer zero_force_ds_cpu_optimizer prescale_gradients gradient_predivide_factor "
            "disable_allgather aio dataloader_drop_last", _INSIDE),
-    **rows("checkpoint elasticity", Drop("the checkpoint section decides; a resume may use other ranks")),
+    **rows("checkpoint elasticity", Drop("the checkpoint section decides; any number of ranks can resume")),
     "compile": Drop("set compile: true to compile each block"),
     **rows("sparse_gradients sparse_attention amp compression_training curriculum_learning data_efficiency "
            "progressive_layer_drop eigenvalue quantize_training tensor_parallel autotp_size sequence_parallel_size "
-           "hybrid_engine torch_autocast", Drop("there is no such method here", OFF + " 1")),
+           "hybrid_engine torch_autocast", Drop("this method is not supported", OFF + " 1")),
 }  # fmt: skip
 
 
@@ -91,7 +91,7 @@ def convert_deepspeed(conversion: Conversion, values: dict[str, Any], ranks: int
         if switch.value != "auto" and switch.on:
             put_precision(conversion, Given(switch.key, name.replace("bfloat", "bf")))
         else:
-            auto = " (auto: no precision around it asks for it)" if switch.value == "auto" else ""
+            auto = " (auto: no other setting enables it)" if switch.value == "auto" else ""
             conversion.drop(switch, f"it is off{auto}")
             source.ignore(f"{name}.", f"{name} is off")
     conversion.put("precision.mode", "fp32")
@@ -114,14 +114,14 @@ def convert_deepspeed(conversion: Conversion, values: dict[str, Any], ranks: int
 
 
 def put_engine(conversion: Conversion, engine: str, ranks: int | None, state_dict: str = "") -> None:
-    """Put the engine, or else the one that keeps the whole model on every rank, with what it takes by default."""
+    """Set the engine (or, if empty, the one with the full model on every rank) and its defaults."""
     conversion.put("engine", engine or ("single" if ranks == 1 else "ddp"))
     conversion.put("sharding", "full_shard" if engine else "no_shard")
     conversion.put("state_dict", state_dict or ("sharded" if engine else "full"))
 
 
 def put_ranks(conversion: Conversion, ranks: int | None, num_nodes: int, key: str = "--ranks") -> None:
-    """Put nodes, and devices per node: all at hand where the ranks are not known."""
+    """Set nodes, and devices per node: all available devices if the ranks are unknown."""
     fits = num_nodes > 0 and (ranks or 0) % num_nodes == 0
     require(fits, key, ranks, f"a multiple of {num_nodes} nodes", f"write {key} {num_nodes}")
     conversion.put("trainer.num_nodes", num_nodes)
@@ -129,7 +129,7 @@ def put_ranks(conversion: Conversion, ranks: int | None, num_nodes: int, key: st
 
 
 def put_precision(conversion: Conversion, word: Given) -> None:
-    """Convert no, bf16, fp16 or fp8: fp32 weights; with FSDP sums of gradients in it, with version 1 buffers too."""
+    """Convert no, bf16, fp16 or fp8: fp32 weights, with FSDP its reduction dtype, with version 1 its buffer dtype."""
     mode, engine = word.read(_MODES), conversion.get("engine")
     conversion.keep(word, "precision.mode", mode, _NOTES.get(mode, ""), differs=mode == "fp8")
     if mode in ("mixed", "fp16_mixed") and engine.startswith("fsdp"):

@@ -1,4 +1,4 @@
-"""Transformers ``TrainingArguments`` as JSON or YAML."""
+"""Convert Transformers ``TrainingArguments`` from JSON or YAML."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ _SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant", "c
 ARGUMENTS: Table = {
     **rows("fsdp use_cpu bf16 fp16 max_steps num_train_epochs warmup_steps warmup_ratio save_strategy "
            "save_steps eval_strategy evaluation_strategy eval_steps lr_scheduler_kwargs.min_lr", None),
-    "deepspeed": Drop("it is a configuration of its own: lit-fsdp convert deepspeed FILE", OFF),
+    "deepspeed": Drop("it is a separate configuration: use lit-fsdp convert deepspeed FILE", OFF),
     "seed": Keep("seed_everything"),
     "per_device_train_batch_size": Keep("data.micro_batch_size"),
     **rows("gradient_accumulation_steps accelerator_config.gradient_accumulation_kwargs.num_steps",
            Keep("trainer.accumulate_grad_batches")),
     "max_grad_norm": Keep("trainer.gradient_clip_val"),
     "learning_rate": Keep("model.optim.lr"),
-    "weight_decay": Keep("model.optim.weight_decay", why="matrices only, as there"),
+    "weight_decay": Keep("model.optim.weight_decay", why="matrices only, as in Transformers"),
     "adam_beta1": Keep("model.optim.beta1"),
     "adam_beta2": Keep("model.optim.beta2"),
     "adam_epsilon": Keep("model.optim.eps"),
-    "lr_scheduler_type": Keep("model.optim.schedule", _SCHEDULES, other="there is no such schedule here"),
+    "lr_scheduler_type": Keep("model.optim.schedule", _SCHEDULES, other="this schedule is not supported"),
     "lr_scheduler_kwargs.min_lr_rate": Keep("model.optim.min_lr_ratio"),
-    "optim": Drop("AdamW is the optimizer here", "adamw_torch adamw_torch_fused adamw_hf default_optim"),
-    "save_total_limit": Keep("checkpoint.keep_last", why="and the best one"),
+    "optim": Drop("lit_fsdp uses AdamW", "adamw_torch adamw_torch_fused adamw_hf default_optim"),
+    "save_total_limit": Keep("checkpoint.keep_last", why="and the best checkpoint"),
     "output_dir": Keep("trainer.default_root_dir", lambda key, value: value or None),
-    "per_device_eval_batch_size": Drop("validation takes data.micro_batch_size"),
+    "per_device_eval_batch_size": Drop("validation uses data.micro_batch_size"),
     "data_seed": Keep("data.seed"),
     "dataloader_num_workers": Keep("data.num_workers"),
     **rows("max_seq_length max_length", Keep("data.max_seq_length")),
@@ -46,32 +46,32 @@ ARGUMENTS: Table = {
     "torch_compile": Keep("compile", {"true": True, "false": None}, "block by block"),
     "torch_compile_backend": Keep("compile", {"inductor": True}, other="only inductor compiles blocks"),
     "ddp_timeout": Keep("timeout_seconds"),
-    "ddp_backend": Keep("process_group_backend", {"nccl": "nccl", "gloo": "gloo"}, other="gloo and nccl exist here"),
-    "tf32": Drop("fp32 means fp32 here; under bf16 and fp16 it changes nothing"),
-    "average_tokens_across_devices": Drop("every token counts alike here, whatever its rank", "true"),
+    "ddp_backend": Keep("process_group_backend", {"nccl": "nccl", "gloo": "gloo"}, other="only gloo and nccl work"),
+    "tf32": Drop("fp32 never uses TF32 here; with bf16 and fp16 it has no effect"),
+    "average_tokens_across_devices": Drop("every token has equal weight here, on any rank", "true"),
     **rows("label_smoothing_factor neftune_noise_alpha auto_find_batch_size optim_args optim_target_modules "
            "group_by_length parallelism_config accelerator_config.split_batches",
-           Drop("there is no such method here", OFF)),
+           Drop("this method is not supported", OFF)),
     **rows("do_* overwrite_output_dir resume_from_checkpoint local_rank push_to_hub hub_* debug skip_memory_metrics",
            Drop("the command decides: lit-fsdp fit, validate, export, --ckpt_path")),
     "logging_steps": Keep("trainer.log_every_n_steps", lambda key, value: int(number(key, value)) or None),
     **rows("logging_* log_* disable_tqdm report_to run_name project trackio_* include_*",
            Drop("logging is trainer.logger and trainer.log_every_n_steps")),
-    **rows("prediction_loss_only eval_* batch_eval_metrics *_full_eval", Drop("the recipe decides about validation")),
+    **rows("prediction_loss_only eval_* batch_eval_metrics *_full_eval", Drop("the recipe configures validation")),
     **rows("save_* enable_jit_checkpoint load_best_model_at_end restore_callback_states_from_checkpoint "
            "ignore_data_skip metric_for_best_model greater_is_better", Drop("the checkpoint section decides")),
     **rows("dataloader_* remove_unused_columns label_names length_column_name accelerator_config.*",
            Drop("the data module has its own loader, with whole global batches only")),
     **rows("torch_compile_mode gradient_checkpointing_kwargs activation_checkpointing_kwargs ddp_* use_cache "
            "torch_empty_cache_steps full_determinism use_liger_kernel liger_kernel_config",
-           Drop("it changes speed and memory, not what is computed")),
+           Drop("it affects speed and memory, not results")),
 }  # fmt: skip
 
 
 def convert_hf_trainer(
     conversion: Conversion, values: dict[str, Any], folder: Path, ranks: int | None, num_nodes: int
 ) -> None:
-    """Convert TrainingArguments; files they name are looked for from here, then from ``folder``."""
+    """Convert TrainingArguments; file paths are resolved relative to here, then to ``folder``."""
     for key in ("fsdp_config", "accelerator_config", "lr_scheduler_kwargs"):
         if isinstance(values.get(key), str):
             values[key] = read_mapping(key, values[key], folder) if values[key] else None
@@ -99,7 +99,7 @@ def convert_hf_trainer(
 def put_strategy(
     conversion: Conversion, source: Source, version: str, ranks: int | None, on_cpu: bool, default: bool = False
 ) -> None:
-    """Convert ``fsdp`` and ``fsdp_config``; ``default`` is whether FSDP is on where ``fsdp`` is missing."""
+    """Convert ``fsdp`` and ``fsdp_config``; ``default``: whether FSDP is on if ``fsdp`` is missing."""
     switch = source.take("fsdp", default)
     words = [word.lower() for word in switch.read(names)]
     if on_cpu or words in ([], ["false"]):
@@ -111,7 +111,7 @@ def put_strategy(
     convert_fsdp(conversion, source, version, "full", "TRANSFORMER_BASED_WRAP", 0)
     conversion.put("cpu_ram_efficient_loading", False)
     on = ("engine", f"fsdp{version}")
-    shardings = list(SHARDINGS.values())[: 2 if version == "2" else 5]  # version 2 has no others
+    shardings = list(SHARDINGS.values())[: 2 if version == "2" else 5]  # version 2 has only these
     known = {"true": on, "auto_wrap": on, "offload": ("cpu_offload", True), **{w: ("sharding", w) for w in shardings}}
     for word in words:
         conversion.keep(switch, *choose("fsdp", word, known))
@@ -121,17 +121,17 @@ def put_loop(
     conversion: Conversion, source: Source, values: dict[str, Any], default_epochs: int = 3,
     save: str = "steps", evaluate: str = "no", rounded: Callable[[float], int] = math.ceil,
 ) -> None:  # fmt: skip
-    """Convert what several arguments decide together: length, warm-up, checkpoints and validation.
+    """Convert settings that depend on several arguments: length, warm-up, checkpoints and validation.
 
-    ``save`` and ``evaluate`` are the strategies by default, and ``rounded`` makes steps of a share of them.
+    ``save`` and ``evaluate`` are the default strategies; ``rounded`` converts a fraction of the steps to steps.
     """
     length, epochs = source.take("max_steps", -1), source.take("num_train_epochs", default_epochs)
     total = max(0, length.read(number))
     if total:
         conversion.keep(length, "trainer.max_steps", total)
-        conversion.drop(epochs, "max_steps is above it")
+        conversion.drop(epochs, "max_steps overrides it")
     else:
-        conversion.drop(length, "it leaves the length to the epochs")
+        conversion.drop(length, "the number of epochs sets the length")
         whole, cut = max(1, math.ceil(epochs.read(number))), isinstance(epochs.read(number), float)
         conversion.keep(epochs, "trainer.max_epochs", whole, "whole epochs, or trainer.max_steps", differs=cut)
 
@@ -139,9 +139,9 @@ def put_loop(
         source.ignore("warmup_", "a constant schedule does not read it")
     warmup, share = source.take("warmup_steps", 0), source.take("warmup_ratio", 0)
     used, other = (warmup, share) if warmup.read(number) else (share, warmup)
-    conversion.drop(other, "the other warm-up decides")
+    conversion.drop(other, "the other warm-up setting applies")
     if 0 < used.read(number) < 1 and not total:
-        conversion.drop(used, "a share of the steps needs max_steps: set model.optim.warmup_steps", differs=True)
+        conversion.drop(used, "a fraction of the steps needs max_steps: set model.optim.warmup_steps", differs=True)
     else:
         rise = rounded(used.read(number) * (total if used.read(number) < 1 else 1))
         conversion.keep(used, "model.optim.warmup_steps", rise, "the first step has 1/n of the rate instead of 0")
@@ -155,7 +155,7 @@ def put_loop(
     logging = values.get("logging_steps") or 500
     for name, default, every, steps_by_default, path, factor in (
         ("save_strategy", save, "save_steps", 500, "checkpoint.every_steps", 1),
-        (old, evaluate, "eval_steps", logging, "trainer.val_check_interval", batches),  # which counts micro-batches
+        (old, evaluate, "eval_steps", logging, "trainer.val_check_interval", batches),  # counts micro-batches
     ):
         strategy, steps = source.take(name, default), source.take(every, steps_by_default)
         for given in (strategy, steps):

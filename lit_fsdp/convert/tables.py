@@ -1,4 +1,4 @@
-"""One row per key of a configuration, and the walker that does what the rows say."""
+"""Tables with one row per key of a configuration, and the code that applies them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FILLED_IN: dict[str, Any] = {
     "data.micro_batch_size": 8, "trainer.accumulate_grad_batches": 1, "model.optim.schedule": "linear",
     "seed_everything": 42, "checkpoint.keep_last": -1,
 }  # fmt: skip
-"""What Transformers takes where no argument says otherwise, for ``auto`` too; by path of the recipe."""
+"""Defaults of Transformers, also used for ``auto``, by path of the recipe."""
 OFF = "false 0 0.0 none no []"
 
 
@@ -27,40 +27,40 @@ class Keep:
     """A key with a counterpart in the recipe."""
 
     to: str
-    """Path in the recipe, a bare word being a field of the strategy; two paths for a list of two values."""
+    """Path in the recipe (a bare word is a field of the strategy); two paths for a list of two values."""
     read: Reader = as_is
-    """Turns the value into the recipe's."""
+    """Converts the value to that of the recipe."""
     why: str = ""
     """Note in the report."""
     other: str = ""
-    """Why a word that is not in the table is dropped; empty: it is an error."""
+    """Reason to drop a word that is not in the table; empty: raise an error."""
 
 
 @dataclass(frozen=True)
 class Drop:
-    """A key without one."""
+    """A key without a counterpart in the recipe."""
 
     why: str
     fine: str = ""
-    """The values with which training is the same, as words; empty: all."""
+    """Values that do not change training, as words; empty: all values."""
 
 
 Table = Mapping[str, Keep | Drop | None]
-"""Dotted key without prefixes, or a pattern with a star, to its row; ``None``: code takes it, with other keys."""
+"""Row by dotted key without prefixes, or by pattern with a star; ``None``: handled in code together with other keys."""
 
 
 def rows(words: str, row: Keep | Drop | None) -> dict[str, Keep | Drop | None]:
-    """Give several keys the same row."""
+    """Return the same row for several keys."""
     return dict.fromkeys(words.split(), row)
 
 
 def under(section: str, table: Table) -> dict[str, Keep | Drop | None]:
-    """Prefix the rows of a section, for the table of the whole file."""
+    """Prefix the rows of a section, for the table of the complete file."""
     return {f"{section}.{key}": row for key, row in table.items()}
 
 
 class Source:
-    """The keys of a file, taken one by one so that none is forgotten."""
+    """The keys of a file, consumed one by one so that every key is handled."""
 
     def __init__(
         self, conversion: Conversion, table: Table, values: Mapping[str, Any], path: str = "",
@@ -76,7 +76,7 @@ class Source:
             name = name if section else self._aliases.get(name, name)
             name, written = f"{section}.{name}".lstrip("."), f"{path}.{key}".lstrip(".")
             if value is None or value == {}:
-                self.conversion.drop(Given(written, value), "it is null or empty: the default holds")
+                self.conversion.drop(Given(written, value), "it is null or empty: the default applies")
             elif name not in self.table and any(known.startswith(f"{name}.") for known in self.table):
                 require(isinstance(value, dict), written, repr(value), "a mapping", f"write {written}: {{key: value}}")
                 self._flatten(value, name, written)
@@ -84,7 +84,7 @@ class Source:
                 self._left[name] = Given(written, value)
 
     def take(self, name: str, default: Any = None) -> Given:
-        """Remove a key and return its value; ``default`` without a key where it is missing or null."""
+        """Remove a key and return its value; ``default`` without a key if it is missing or null."""
         return self._left.pop(name, Given("", default))
 
     def ignore(self, starts: str, why: str) -> None:
@@ -93,7 +93,7 @@ class Source:
             self.conversion.drop(self._left.pop(name), why)
 
     def rest(self) -> None:
-        """Apply the table to every key that is left, in its order, then to those of patterns and unknown ones."""
+        """Apply the table to the remaining keys in table order, then to keys that match patterns and unknown keys."""
         for name, row in self.table.items():
             if name in self._left:
                 self._apply(row or Drop("other keys decide"), self._left.pop(name))
@@ -103,11 +103,11 @@ class Source:
                 self._apply(row, given)
             else:
                 near = difflib.get_close_matches(name, self.table, n=1)
-                hint = f"; the nearest is {near[0]}" if near else ""
-                self.conversion.drop(given, f"there is no such key{hint}", differs=True)
+                hint = f"; the closest is {near[0]}" if near else ""
+                self.conversion.drop(given, f"the key is unknown{hint}", differs=True)
 
     def _apply(self, row: Keep | Drop, given: Given) -> None:
-        value, conversion, same = given.value, self.conversion, f"{shown(given.value)} is so here too"
+        value, conversion, same = given.value, self.conversion, f"lit_fsdp behaves as with {shown(given.value)}"
         if isinstance(row, Drop):
             off = isinstance(value, dict) and value.get("enabled") is False
             fine = not row.fine or off or str(value).strip().lower() in (*row.fine.split(), "", "auto")
@@ -122,7 +122,7 @@ class Source:
         elif row.other and isinstance(row.read, Mapping) and str(value).lower() not in map(str.lower, row.read):
             conversion.drop(given, row.other, differs=True)
         elif (read := given.read(row.read)) is None:
-            conversion.drop(given, f"with {shown(value)} the default holds")
+            conversion.drop(given, f"with {shown(value)} the default applies")
         else:
             conversion.keep(given, row.to, read, row.why)
 
@@ -130,9 +130,9 @@ class Source:
 def put_data_sets(
     conversion: Conversion, given: Given, to: str, name: str, begin: Callable[[str, str, dict[str, Any]], Source]
 ) -> None:
-    """Convert a data set, or a list of them, to the sources at ``to``; ``name`` is the key of a location.
+    """Convert one or several data sets to the sources at ``to``; ``name`` is the key of a location.
 
-    ``begin`` gets the key of a data set, where it goes and its values, and returns what a table can convert.
+    ``begin`` gets the key of a data set, its path in the recipe and its values, and returns a :class:`Source`.
     """
     found: list[dict[str, Any]] = []
     listed = isinstance(given.value, list)

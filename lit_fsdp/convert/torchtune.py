@@ -1,4 +1,4 @@
-"""torchtune's YAML: trees of components, with references to other keys."""
+"""Convert torchtune's YAML: trees of components, with references to other keys."""
 
 from __future__ import annotations
 
@@ -44,29 +44,29 @@ _TORCHTUNE: Table = {
     "enable_activation_checkpointing": Keep("activation_checkpointing.mode", {"true": "full", "false": None}),
     "fsdp_reshard_after_forward": Keep("sharding", {"true": "full_shard", "false": "shard_grad_op"}),
     "optimizer.weight_decay": Keep("model.optim.weight_decay", why="decays matrices only"),
-    "optimizer._component_": Drop("AdamW is the optimizer here", "torch.optim.adamw"),
-    "optimizer.*": Drop("it is torch's fused AdamW"),
-    "lr_scheduler._component_": Drop("there is no such schedule here", f"torchtune.training.lr_schedulers.{_COSINE} "
+    "optimizer._component_": Drop("lit_fsdp uses AdamW", "torch.optim.adamw"),
+    "optimizer.*": Drop("lit_fsdp uses torch's fused AdamW"),
+    "lr_scheduler._component_": Drop("this schedule is not supported", f"torchtune.training.lr_schedulers.{_COSINE} "
                                      f"torchtune.modules.{_COSINE}"),
     "lr_scheduler.*": Drop("the schedule falls to 0 once", "0.5"),
     "tokenizer._component_": Keep("data.chat_template", {"torchtune.models.llama3.llama3_tokenizer": "llama3"},
-                                  "no end of text follows the last turn", "the folder's own template writes the turns"),
+                                  "no EOS follows the last turn", "the folder's template writes the turns"),
     "tokenizer.prompt_template": Drop("data.chat_template writes the turns", "none"),
-    "tensor_parallel_dim": Drop("no tensor is split here", "1"),
+    "tensor_parallel_dim": Drop("tensor parallelism is not supported", "1"),
     **rows("tokenizer.* model.* checkpointer._component_ checkpointer.checkpoint_files checkpointer.model_type",
-           Drop("the folder of the model says it")),
+           Drop("the folder of the model defines it")),
     **rows("checkpointer.* save_* keep_last_n_checkpoints resume_from_checkpoint metric_logger.* profiler.* log_* "
            "ref_checkpointer.* run_val_every_n_steps",
            Drop("checkpoint, trainer.logger and trainer.val_check_interval decide")),
     **rows("custom_sharded_layers memory_efficient_fsdp_wrap ac_* low_cpu_ram optimizer_in_bwd cudnn* fsdp_* "
-           "loss.num_output_chunks cp_rotate_method", Drop("it changes speed and memory, not what is computed")),
+           "loss.num_output_chunks cp_rotate_method", Drop("it affects speed and memory, not results")),
     **rows("tensor_parallel_plan loss.* collate_fn quantizer enable_fp8_training",
-           Drop("there is no such choice here", OFF)),
+           Drop("this option is not supported", OFF)),
 }  # fmt: skip
 
 
 def convert_torchtune(conversion: Conversion, values: dict[str, Any], ranks: int | None) -> None:
-    """Convert a configuration of torchtune, of one device or several."""
+    """Convert a torchtune configuration for one or several devices."""
     source = Source(conversion, _TORCHTUNE, _resolved(values, values))
     put_engine(conversion, "" if ranks == 1 else "fsdp2", ranks)
     _model(conversion, source)
@@ -86,12 +86,12 @@ def convert_torchtune(conversion: Conversion, values: dict[str, Any], ranks: int
         conversion.keep(epochs, "trainer.max_epochs", int(epochs.read(number)))
     source.rest()
     conversion.put("model.optim.schedule", "cosine" if values.get("lr_scheduler") else "constant")
-    for name, value in {"lr": 1e-3, "weight_decay": 0.01, "beta2": 0.999}.items():  # as torch.optim.AdamW has them
+    for name, value in {"lr": 1e-3, "weight_decay": 0.01, "beta2": 0.999}.items():  # defaults of torch.optim.AdamW
         conversion.put(f"model.optim.{name}", value)
 
 
 def _resolved(value: Any, values: dict[str, Any], depth: int = 0) -> Any:
-    """The value with what its references (``${output_dir}``, ``${a.b}``) stand for."""
+    """Resolve references (``${output_dir}``, ``${a.b}``) in a value."""
     if isinstance(value, dict):
         return {key: _resolved(part, values, depth) for key, part in value.items()}
     if isinstance(value, list):
@@ -102,7 +102,7 @@ def _resolved(value: Any, values: dict[str, Any], depth: int = 0) -> Any:
         for part in found[1].split("."):
             target = target.get(part) if isinstance(target, dict) else None
         fits = target is not None and depth < 10
-        require(fits, found[1], found[0], "the name of another key, in no circle", f"write {found[1]}: VALUE")
+        require(fits, found[1], found[0], "the name of another key, not circular", f"write {found[1]}: VALUE")
         return str(_resolved(target, values, depth + 1))
 
     return re.sub(r"\$\{([^}]*)\}", look, value) if isinstance(value, str) else value
@@ -118,7 +118,7 @@ def _model(conversion: Conversion, source: Source) -> None:
         conversion.keep(loss, "model.preference.loss", "dpo")
     else:
         known = str(loss.value).rpartition(".")[2] in _CROSS_ENTROPY
-        conversion.drop(loss, "it is the cross-entropy here, every supervised token alike", differs=not known)
+        conversion.drop(loss, "lit_fsdp uses cross-entropy with equal weight per token", differs=not known)
     name = str(builder.value).rpartition(".")[2]
     if "lora" not in name:
         return
@@ -136,10 +136,10 @@ def _model(conversion: Conversion, source: Source) -> None:
 
 
 def _data_set(conversion: Conversion, key: str, own: str, entry: dict[str, Any]) -> Source:
-    """Begin a data set; prompts are supervised by default in those of Alpaca alone."""
+    """Begin a data set; only Alpaca data sets supervise prompts by default."""
     name = str(entry.get("_component_")).rpartition(".")[2]
     form, location = _DATA_SETS.get(name, ("auto", entry.get("source")))
-    require(form != "auto" or location, f"{key}._component_", name, " | ".join(_DATA_SETS), "give it a source")
+    require(form != "auto" or location, f"{key}._component_", name, " | ".join(_DATA_SETS), "set its source")
     is_alpaca, is_instruct = name.startswith("alpaca"), name == "instruct_dataset"
     columns = ("instruction", "output", "chosen", "rejected", "prompt")
     table: Table = {
@@ -150,18 +150,18 @@ def _data_set(conversion: Conversion, key: str, own: str, entry: dict[str, Any])
         "column": Keep(f"{own}.columns.text"),
         "packed": Keep("data.packing"),
         "max_seq_len": Keep("data.max_seq_length"),
-        **rows("conversation_style split_across_pack add_eos", Drop("turns are found; texts go on and end with EOS")),
-        **rows("new_system_prompt filter_fn", Drop("change the rows themselves", "none")),
+        **rows("conversation_style split_across_pack add_eos", Drop("turns are detected; split texts end with EOS")),
+        **rows("new_system_prompt filter_fn", Drop("it must be applied to the rows themselves", "none")),
     }
     source = Source(conversion, table, {"source": location, **entry} if location else entry, key)
-    why = "the chat template writes the turns, and nothing else" if form != "text" else ""
+    why = "only the chat template writes the turns" if form != "text" else ""
     conversion.keep(source.take("_component_"), f"{own}.format", form, why, differs=is_alpaca or form == "auto")
     if is_instruct:
         conversion.put(f"{own}.columns.instruction", "input")
     prompts = source.take("train_on_input", is_alpaca)
     given = Given(prompts.key or f"{key}.train_on_input (by default)", prompts.value)
     if form in ("text", "preference"):
-        conversion.drop(prompts, f"rows of {form} have no such choice")
+        conversion.drop(prompts, f"rows of format {form} do not have this option")
     else:
         conversion.keep(given, "data.train_on_prompt", given.on)
     return source

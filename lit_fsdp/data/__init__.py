@@ -1,1 +1,1 @@
-"""From files of rows to batches of token ids: sources, formats, templates, cache, order, collate."""
+"""Turn files of rows into batches of token ids: sources, formats, templates, cache, order, collation."""

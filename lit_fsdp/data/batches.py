@@ -1,6 +1,6 @@
-"""Samples to batches, padded or packed, in loader processes if asked to and in an order that nobody else touches.
+"""Collate samples into batches, padded or packed, optionally in loader processes, in an order that Lightning keeps.
 
-Shapes: B rows or packs, T tokens of each, N sequences of all packs.
+Shapes: B rows or packs, T tokens per row or pack, N sequences over all packs.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from lit_fsdp.data.packing import Samples
 
 IGNORED = -100
 Batch = dict[str, Any]
-"""Tensors by name, and what a packed batch knows as plain numbers."""
+"""Tensors by name; a packed batch also has plain numbers."""
 Sample = tuple[np.ndarray, np.ndarray]
-"""Token ids and supervision of one sample, both of shape (T of the sample,)."""
+"""Token ids and supervision mask of one sample, both of shape (T of the sample,)."""
 
 
 def collate(samples: Sequence[Sample | None], pad_id: int) -> Batch:
-    """The batch of some samples, padded on the right to the longest of them.
+    """Collate samples into a batch, padded on the right to the longest sample.
 
-    ``None`` becomes a single token without supervision, for a rank that is short of samples. Labels never depend on
-    ``pad_id``: it may well be a token that is supervised.
+    ``None`` becomes a single unsupervised token, for a rank that is short of samples. Labels never depend on
+    ``pad_id``, because that token may be supervised elsewhere.
 
     Returns:
-        int64 ``input_ids``, ``attention_mask`` and ``labels`` (B, T), -100 where nothing is supervised, and ``counts``,
-        as :data:`~lit_fsdp.metrics.step_metrics.BATCH_COUNTS`.
+        int64 ``input_ids``, ``attention_mask`` and ``labels`` (B, T), with -100 for unsupervised tokens, and ``counts``
+        as in :data:`~lit_fsdp.metrics.step_metrics.BATCH_COUNTS`.
     """
     lengths = np.array([len(sample[0]) if sample else 1 for sample in samples])
     batch = _filled([[sample] if sample else [] for sample in samples], int(lengths.max()), pad_id)
@@ -39,22 +39,22 @@ def collate(samples: Sequence[Sample | None], pad_id: int) -> Batch:
 
 
 def collate_packs(packs: Sequence[Sequence[Sample]], length: int, pad_id: int) -> Batch:
-    """The batch of some packs: samples one after another, each with its own positions, and no attention mask.
+    """Collate packs into a batch: concatenated samples, each with its own positions, without an attention mask.
 
-    A 2-D mask beside such positions would switch off that transformers tells the samples apart. Padding at the end of
-    a pack is a sequence of its own without labels, so that no token attends to nothing.
+    With a 2-D mask, transformers would no longer separate the samples by their positions. Padding at the end of a
+    pack is a separate sequence without labels, so that every token attends to at least one token.
 
     Returns:
         int64 ``input_ids``, ``labels`` and ``position_ids`` (B, ``length``). Positions restart at 0 with every
-        sequence, whose first label is -100, because nothing predicts it. ``cu_seq_lens`` is int32 (N + 1,): where each
-        sequence begins in the flattened tokens, and their number. ``longest`` is a bound of the longest one, a power of
-        two, at most T, and ``sample_lengths`` their lengths, as plain numbers. ``counts`` as for :func:`collate`, where
-        a sample is a row, not a pack.
+        sequence. The first label of a sequence is -100, because no token predicts it. ``cu_seq_lens`` is int32
+        (N + 1,): the start of each sequence in the flattened tokens, then the number of tokens. As plain numbers,
+        ``longest`` is an upper bound of the longest sequence (a power of two, at most T) and ``sample_lengths`` are the
+        sequence lengths. ``counts`` is as for :func:`collate`, where a sample is a row, not a pack.
     """
     starts: list[int] = []
     for b, pack in enumerate(packs):
         ends = np.cumsum([0, *(len(tokens) for tokens, _ in pack)])
-        # where the last one ends, its padding begins
+        # padding begins where the last sample ends
         starts += (b * length + ends[ends < length]).tolist()
     borders = np.array([*starts, len(packs) * length], dtype=np.int32)
     sizes = np.diff(borders)
@@ -63,14 +63,14 @@ def collate_packs(packs: Sequence[Sequence[Sample]], length: int, pad_id: int) -
         **_filled(packs, length, pad_id),
         "position_ids": torch.from_numpy(positions.reshape(len(packs), length)),
         "cu_seq_lens": torch.from_numpy(borders),
-        # kernels need a bound; few different ones, as compiled code is made for each
+        # kernels need a bound; few distinct values limit recompilation
         "longest": min(length, 1 << int(sizes.max() - 1).bit_length()),
         "sample_lengths": tuple(sizes.tolist()),
     }
 
 
 def _filled(packs: Sequence[Sequence[Sample]], length: int, pad_id: int) -> Batch:
-    """Token ids and labels of some packs, both int64 (B, ``length``), and their counts."""
+    """Return token ids and labels of packs, both int64 (B, ``length``), and their counts."""
     ids = np.full((len(packs), length), pad_id, dtype=np.int64)
     labels = np.full_like(ids, IGNORED)
     for b, pack in enumerate(packs):
@@ -87,9 +87,9 @@ def _filled(packs: Sequence[Sequence[Sample]], length: int, pad_id: int) -> Batc
 
 
 def collate_items(items: Sequence[Sequence[Sample]], pack_length: int | None, pad_id: int, pairs: bool) -> Batch:
-    """Items as a batch: packs of ``pack_length`` tokens, or one sample each; one without samples is a filler.
+    """Collate items: packs of ``pack_length`` tokens, or one sample each; an item without samples is a filler.
 
-    Pairs are two samples each: all that are chosen, then all that are rejected in the same order; they count as one.
+    A pair has two samples but counts as one: all chosen samples come first, then all rejected ones in the same order.
     """
     if pack_length is not None:
         return collate_packs(items, pack_length, pad_id)
@@ -101,7 +101,7 @@ def collate_items(items: Sequence[Sequence[Sample]], pack_length: int | None, pa
 
 
 class SampleBatches(Dataset[Batch]):
-    """Maps item ids, -1 for a filler, to a batch, with the ids themselves as ``row`` (B,)."""
+    """Map item ids (-1 for a filler) to a batch, with the ids as ``row`` (B,)."""
 
     def __init__(self, samples: Samples, pad_id: int) -> None:
         self._samples, self._pad_id = samples, pad_id
@@ -114,20 +114,20 @@ class SampleBatches(Dataset[Batch]):
 
 
 class Resumable:
-    """What tells Lightning that a loader can be resumed; the position is the Trainer's step, or the datamodule's."""
+    """Mark a loader as resumable for Lightning; the Trainer's step or the datamodule holds the position."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing."""
+        """Return no state."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing."""
+        """Ignore the state."""
 
 
 class BatchLoader(Resumable):
-    """``length`` batches; not a torch DataLoader, so that Lightning leaves its order alone.
+    """An iterable of ``length`` batches; not a torch DataLoader, so that Lightning does not change its order.
 
-    ``batches`` is called when the first one is asked for, and not before: a resumed Trainer knows its step by then.
+    ``batches`` is called only when the first batch is requested: by then a resumed Trainer knows its step.
     """
 
     def __init__(self, batches: Callable[[], Iterator[Batch]], length: int) -> None:

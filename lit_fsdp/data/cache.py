@@ -1,4 +1,4 @@
-"""Tokenized rows as flat arrays on disk, made once per content by the cores of one node and mapped by every rank."""
+"""Tokenized rows as flat arrays on disk, created once per content by one node and memory-mapped by every rank."""
 
 from __future__ import annotations
 
@@ -33,35 +33,35 @@ ARRAYS = {
     "numbers": "<i8",
     "keys": "<u8",
 }
-"""Files of a folder of tokenized rows (``NAME.bin``) and the type of what is in them."""
+"""Files in a folder of tokenized rows (``NAME.bin``) and their dtypes."""
 
 _log = logging.getLogger(__name__)
 _VERSION = 14
-"""Of what is written; another one is another folder."""
+"""Version of the written format; a change creates a new folder."""
 _NAMED = 20
 _ROWS = 250
 
 
 @dataclass(frozen=True)
 class TokenizedRows:
-    """Rows of tokens, memory-mapped. N rows of T tokens together, with the types of :data:`ARRAYS`.
+    """Memory-mapped tokenized rows: N rows with T tokens in total, with the dtypes of :data:`ARRAYS`.
 
-    A row is a sample: a row of a source after truncation, or one piece of a longer plain text. ``meta`` is what
-    :func:`prepare_rows` has written down beside them.
+    A row is a sample: a source row after truncation, or one piece of a longer plain text. ``meta`` is the metadata
+    that :func:`prepare_rows` saved with the rows.
     """
 
     folder: Path
     meta: dict[str, Any]
     input_ids: np.ndarray
-    """(T,), all rows one after another, as ``supervised``."""
+    """Concatenated token ids of all rows (T,); ``supervised`` has the same layout."""
     supervised: np.ndarray
     lengths: np.ndarray
     """Tokens of each row (N,)."""
     num_supervised: np.ndarray
     numbers: np.ndarray
-    """Which row over all sources, from 0, each comes from (N,)."""
+    """Index, from 0 over all sources, of the source row of each row (N,)."""
     keys: np.ndarray
-    """Hash of the columns of that row, the same with any tokenizer (N,)."""
+    """Hash of the columns of that source row, independent of the tokenizer (N,)."""
 
     @cached_property
     def _ends(self) -> np.ndarray:
@@ -74,18 +74,18 @@ class TokenizedRows:
         return open_rows, (self.folder,)
 
     def row(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """Token ids (int32) and supervision (uint8) of one row, both of shape (T of the row,)."""
+        """Return token ids (int32) and supervision mask (uint8) of one row, both of shape (T of the row,)."""
         part = slice(int(self._ends[index] - self.lengths[index]), int(self._ends[index]))
         return self.input_ids[part], self.supervised[part]
 
 
 def prepare_rows(sources: Sources, config: DataConfig, encoder: RowEncoder) -> TokenizedRows:
-    """Tokenize the rows of some sources, or take them from the cache; safe when many processes start together.
+    """Tokenize the rows of the sources or load them from the cache; safe when many processes call it concurrently.
 
-    One of them works, with ``data.num_tokenizers`` processes of its own; the bytes do not depend on their number.
+    One caller tokenizes with ``data.num_tokenizers`` worker processes; the result does not depend on their number.
 
     Raises:
-        DataError: A source or row is bad, or no token of any row is supervised.
+        DataError: A source or row is invalid, or no token of any row is supervised.
         CheckpointError: The cache cannot be written.
     """
     found = find_sources(sources, config)
@@ -99,7 +99,7 @@ def prepare_rows(sources: Sources, config: DataConfig, encoder: RowEncoder) -> T
     def make(folder: Path) -> None:
         meta = {"fingerprint": fingerprint, "digests": digests, **_write(folder, found, config, encoder)}
         if [source.seen() for source in found] != seen:
-            raise DataError(f"{name}: changed while it was read\n  fix:     start again once it is complete")
+            raise DataError(f"{name}: changed while it was read\n  fix:     restart once the files are complete")
         (folder / "meta.json").write_text(json.dumps(meta, indent=1), encoding="utf-8")
 
     rows = open_rows(make_once(root / "data" / fingerprint, make, f"tokenizing {name}"))
@@ -108,20 +108,20 @@ def prepare_rows(sources: Sources, config: DataConfig, encoder: RowEncoder) -> T
 
 
 def open_rows(folder: Path) -> TokenizedRows:
-    """Map rows that :func:`prepare_rows` has written."""
+    """Memory-map rows that :func:`prepare_rows` has written."""
     meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
     arrays = {name: np.memmap(folder / f"{name}.bin", dtype, "r") for name, dtype in ARRAYS.items()}
     return TokenizedRows(folder, meta, **arrays)
 
 
 def nothing_supervised(name: str, dropped: dict[str, int]) -> DataError:
-    """The error of a source without any supervised token."""
+    """Build the error for a source without supervised tokens."""
     reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.items()) or "0"
     return DataError(f"{name}: no token of any row is supervised; dropped {reasons}")
 
 
 def say_dropped(refused: Sequence[str]) -> None:
-    """Name bad rows in the log of the first process."""
+    """Log dropped rows on the first process."""
     for line in refused if is_first_process() else ():
         _log.warning("dropped (data.on_bad_row): %s", line.split("\n")[0])
 
@@ -129,10 +129,10 @@ def say_dropped(refused: Sequence[str]) -> None:
 def encode_rows(
     rows: Sequence[Row], form: RowFormat, encoder: RowEncoder, drops: bool
 ) -> tuple[list[EncodedRow], list[str]]:
-    """What becomes of each row, and what is wrong with the bad ones, if ``drops``; else the first of them is raised."""
+    """Encode rows; with ``drops``, also return the errors of invalid rows, else raise the first of them."""
     good = [row for _, row in rows if not isinstance(row, DataError)]
     if len(good) == len(rows):
-        with suppress(DataError):  # of whatever step looked at all of them first, while the first bad row is told below
+        with suppress(DataError):  # may not be of the first invalid row, which is found row by row below
             return encoder.encode(good, form, [location for location, _ in rows]), []
     found, refused = [], []
     for location, row in rows:
@@ -149,7 +149,7 @@ def encode_rows(
 
 
 def tokenized(encoded: Sequence[EncodedRow], keys: Sequence[int] = ()) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Counts of some rows, and their samples as :data:`ARRAYS`, with numbers of rows among them."""
+    """Return counts of the rows, and their samples as :data:`ARRAYS`, with row numbers relative to ``encoded``."""
     samples = [sample for row in encoded for sample in row.samples]
     numbers = [number for number, row in enumerate(encoded) for _ in row.samples]
     arrays: dict[str, Any] = {
@@ -175,9 +175,9 @@ def tokenized(encoded: Sequence[EncodedRow], keys: Sequence[int] = ()) -> tuple[
 
 
 class _Blocks(Dataset[Any]):
-    """Maps some rows of a source to the source's number, what :func:`tokenized` makes of them, and what is wrong.
+    """Map rows of a source to the source's number, the result of :func:`tokenized`, and the errors of dropped rows.
 
-    The error of a bad row is given, as it is not to be raised in a loader.
+    The error of an invalid row is returned, because a loader must not raise it.
     """
 
     def __init__(self, sources: Sequence[Source], encoder: RowEncoder, drops: bool) -> None:
@@ -196,22 +196,22 @@ class _Blocks(Dataset[Any]):
 
 
 def _key(row: Any) -> int:
-    """Of our columns: another id or date in a further one makes no other row of it."""
+    """Hash of the known columns; other columns, such as an id or date, do not change it."""
     content = {name: value for name, value in row.items() if name in COLUMNS}
     return int(content_hash(content), 16) >> 64
 
 
 def _write(folder: Path, sources: Sequence[Source], config: DataConfig, encoder: RowEncoder) -> dict[str, Any]:
-    """Tokenize everything into ``folder``, in order; returns what ``meta.json`` holds.
+    """Tokenize all sources into ``folder``, in order, and return the content of ``meta.json``.
 
-    Not by ``Dataset.map``: its processes, and the one that collects their progress, outlive a parent that is killed,
-    and with them the lock of the cache, which they inherit.
+    ``Dataset.map`` is not used: its worker and progress processes outlive a killed parent, and so does the cache lock
+    that they inherit.
     """
     made: list[dict[str, Any]] = [{"name": source.name, "format": source.row_format, "rows": 0} for source in sources]
     (total, _), refused = tokenized([]), list[str]()
     tasks = _tasks(sources)
     first = list(islice(tasks, 2))
-    # a small file is not worth a process, and a process of a pool may have none
+    # a small file does not justify a process, and a daemonic pool process cannot have children
     is_alone = len(first) < 2 or multiprocessing.current_process().daemon
     num_processes = 1 if is_alone else config.num_tokenizers or num_cores()
     blocks = _Blocks(sources, encoder, config.on_bad_row == "drop")

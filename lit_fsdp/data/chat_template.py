@@ -1,4 +1,4 @@
-"""Chat templates: which one is used, and conversations as the text that transformers renders with it."""
+"""Select the chat template, and render conversations with it through transformers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lit_fsdp.data.masks import Span, added_tokens
 from lit_fsdp.errors import ConfigError, DataError, require
 
 _TODAY = datetime(2024, 7, 26)
-"""What a template takes for today, so that the same rows give the same tokens tomorrow; a day that Llama 3.1 names."""
+"""Fixed current date for templates, so that the same rows always give the same tokens; Llama 3.1 uses this date."""
 _NEEDS = {
     "chatml": "<|im_start|> <|im_end|>",
     "llama3": "<|start_header_id|> <|end_header_id|> <|eot_id|>",
@@ -26,7 +26,7 @@ _NEEDS = {
     "zephyr": "",
     "plain": "",
 }
-"""Special tokens that a named template writes besides BOS and EOS."""
+"""Special tokens, besides BOS and EOS, that each named template writes."""
 NAMES = tuple(_NEEDS)
 _FIELD = "data.chat_template"
 _ALLOWED = f"{', '.join(NAMES)}, or a file with a Jinja template"
@@ -34,9 +34,9 @@ _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 class ChatTemplate:
-    """A Jinja chat template with the variables that it sees besides the conversation, such as special tokens.
+    """A Jinja chat template with its variables besides the conversation, such as special tokens.
 
-    Rows with tools may have another template, ``tool_use``; ``text`` is all that ids depend on.
+    Rows with tools may use another template, ``tool_use``. Token ids depend on nothing but ``text``.
     """
 
     def __init__(self, source: str, variables: Mapping[str, Any], tool_use: str | None = None) -> None:
@@ -48,14 +48,14 @@ class ChatTemplate:
     def render(
         self, conversation: Conversation, location: str, *, generation_prompt: bool = False
     ) -> tuple[str, list[Span] | None]:
-        """The text of a conversation, and the characters between ``{% generation %}`` marks if it has such.
+        """Return the text of a conversation, and the character spans of its ``{% generation %}`` blocks, if any.
 
         Raises:
-            DataError: The template refuses the conversation or is broken; ``location`` is named.
+            DataError: The template rejects the conversation or is broken; the message starts with ``location``.
         """
         from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
 
-        render: Any = render_jinja_template  # whose annotations are of another result
+        render: Any = render_jinja_template  # its return annotation is wrong
         source = self._tool_use if conversation.tools else self.source
         marked, has_clock = self._has[source]
         options: dict[str, Any] = {
@@ -67,23 +67,23 @@ class ChatTemplate:
             **conversation.template_kwargs,
         }
         try:
-            if has_clock:  # of which transformers lets nobody choose the clock
+            if has_clock:  # transformers has no option for the date
                 _compile_jinja_template(source).environment.globals["strftime_now"] = _TODAY.strftime
             try:
                 (text,), marks = render([conversation.messages], **options)
-            except TypeError:  # DeepSeek V3 adds the arguments of calls to other text, so they have to be text
+            except TypeError:  # DeepSeek V3 concatenates call arguments with text, so they must be text
                 (text,), marks = render([[_with_text(message) for message in conversation.messages]], **options)
         except Exception as error:  # Jinja's errors, and whatever a template raises
             raise DataError(
-                f"{location}: the chat template refuses it ({' '.join(str(error).split())})\n"
-                "  fix:     leave such rows out, or set another data.chat_template"
+                f"{location}: the chat template rejects this conversation ({' '.join(str(error).split())})\n"
+                "  fix:     remove such rows, or set another data.chat_template"
             ) from error
         return text, marks[0] if marked else None
 
     def text_of(
         self, conversation: Conversation, messages: list[Any], *, generation_prompt: bool = False
     ) -> str | None:
-        """Return the text of other messages; ``None`` if refused, as half a conversation is by some templates."""
+        """Return the text of other messages; ``None`` if the template rejects them, such as a partial conversation."""
         try:
             return self.render(replace(conversation, messages=messages), "", generation_prompt=generation_prompt)[0]
         except DataError:
@@ -91,7 +91,7 @@ class ChatTemplate:
 
 
 def _with_text(message: dict[str, Any]) -> dict[str, Any]:
-    """The message with the arguments of its calls as JSON text."""
+    """Return the message with the arguments of its calls as JSON text."""
     calls = []
     for call in message.get("tool_calls") or []:
         arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
@@ -100,13 +100,13 @@ def _with_text(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def find_template(choice: str | None, tokenizer: Any, kwargs: Mapping[str, Any] | None = None) -> ChatTemplate | None:
-    """The template of ``data.chat_template``; ``None`` if it is null and the tokenizer has none of its own.
+    """Return the template of ``data.chat_template``; ``None`` if it is null and the tokenizer has no template.
 
-    ``choice`` is one of :data:`NAMES`, or a file; ``kwargs`` are ``data.chat_template_kwargs``, which a row's own go
-    before.
+    ``choice`` is one of :data:`NAMES`, or a file; ``kwargs`` are ``data.chat_template_kwargs``, which those of a row
+    override.
 
     Raises:
-        ConfigError: No such file, or the tokenizer lacks special tokens that a named template needs.
+        ConfigError: The file does not exist, or the tokenizer lacks special tokens that a named template needs.
     """
     variables = {**tokenizer.special_tokens_map, **(kwargs or {})}
     if choice in _NEEDS:
@@ -122,8 +122,8 @@ def find_template(choice: str | None, tokenizer: Any, kwargs: Mapping[str, Any] 
 
 
 def no_template(given: str) -> ConfigError:
-    """Say what to write where conversations come without a chat template; ``given`` needs one."""
-    given = f"null with {given}, and the tokenizer has no chat template of its own, as that of a base model"
+    """Build the error for data (``given``) that needs a chat template where none is set."""
+    given = f"null with {given}, and the tokenizer has no chat template (typical of a base model)"
     return ConfigError(_FIELD, given, _ALLOWED, f"set {_FIELD}: chatml")
 
 
@@ -131,13 +131,13 @@ def _named(name: str, tokenizer: Any) -> str:
     source = resources.files("lit_fsdp.data").joinpath("named_templates", f"{name}.jinja").read_text(encoding="utf-8")
     missing = [token for token in _NEEDS[name].split() if token not in tokenizer.added_tokens_encoder]
     given = f"{name}, and the tokenizer lacks {', '.join(missing)}"
-    allowed = "a template whose special tokens the tokenizer has; zephyr and plain need EOS alone"
-    require(not missing, _FIELD, given, allowed, f"write model.add_tokens: {missing}, or set {_FIELD}: plain")
+    allowed = "a template whose special tokens the tokenizer has; zephyr and plain need only EOS"
+    require(not missing, _FIELD, given, allowed, f"set model.add_tokens: {missing}, or set {_FIELD}: plain")
     fits = tokenizer.eos_token is not None or "eos_token" not in source
     require(fits, _FIELD, f"{name}, and the tokenizer has no EOS", "one with eos_token", f"set {_FIELD}: chatml")
     if tokenizer.convert_ids_to_tokens(added_tokens(tokenizer)[0]) == [tokenizer.bos_token]:
         source = "{{- bos_token }}" + source
     if "▁a" not in tokenizer.get_vocab() or "Ġa" in tokenizer.get_vocab():
-        # in SentencePiece words begin with their blank even after a special token
+        # SentencePiece words start with their space even after a special token
         source = source.replace("{%- set gap = ' ' %}", "{%- set gap = '' %}")
     return source

@@ -1,4 +1,4 @@
-"""Rows of any row format as samples: tokens with a mask, cut to length, or the reason why nothing is left."""
+"""Encode rows of any row format as samples: tokens with a mask, truncated, or the reason why a row is dropped."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from lit_fsdp.data.turns import AssistantTurns, Found, Unwritten, supervised_tur
 from lit_fsdp.errors import ConfigError, DataError, require
 
 _VERSION = 7
-"""Raised with changes here or below that give the same rows other tokens or masks."""
+"""Incremented when a change here or below alters the tokens or masks of the same rows."""
 CUT, TOO_LONG = "cut before the assistant's turn", "longer than max_seq_length"
 EMPTY, NOTHING_LEFT = "empty", "without a supervised token"
 _TEMPLATE = "data.chat_template: chatml"
@@ -35,34 +35,34 @@ _SPLITS_TURNS = ("data.split_turns", "true")
 
 @dataclass(frozen=True)
 class EncodedRow:
-    """What became of one row."""
+    """Result of encoding one row."""
 
     samples: list[Encoded]
-    """After truncation; two of a preference, several of a plain text or a conversation that was split, or none."""
+    """Samples after truncation: two for a preference row, several for a split text or conversation, or none."""
     truncated: int = 0
-    """Samples of it that were cut."""
+    """Number of truncated samples."""
     dropped: tuple[str, ...] = ()
-    """Why there is no sample, of the row or of a turn of ``data.split_turns``, in a few words that can be counted."""
+    """Why the row, or a turn with ``data.split_turns``, has no sample: short reasons that can be counted."""
     unwritten: tuple[str, ...] = ()
-    """Roles of texts that the template does not write, ``tools`` for schemas; allowed by ``data.unwritten_text``."""
+    """Roles of texts that the template omits, ``tools`` for schemas; allowed by ``data.unwritten_text``."""
 
 
 class _Part(NamedTuple):
-    """What one sample is made of."""
+    """Input of one sample."""
 
     text: str
     spans: list[Span]
     location: str
     is_document: bool = False
-    """To which BOS and EOS are added."""
+    """Whether BOS and EOS are added."""
 
 
 class RowEncoder:
-    """Rows to samples, with one tokenizer, template and data section; can be sent to another process.
+    """Encode rows as samples with one tokenizer, template and data section; picklable.
 
-    The ids of a conversation are those of ``apply_chat_template``; a text has BOS as the tokenizer puts it, and EOS.
-    ``text`` is everything that ids and masks depend on, ``chat_template`` the Jinja text of the template, if any. Ids
-    are below ``num_embeddings``, the model's; a tokenizer may have more.
+    Conversations have the same ids as with ``apply_chat_template``. Texts get BOS if the tokenizer adds it, and EOS.
+    ``text`` contains everything that ids and masks depend on; ``chat_template`` is the Jinja source, if any. Ids must
+    be below ``num_embeddings`` of the model; a tokenizer may have more.
 
     Raises:
         ConfigError: The tokenizer or the template cannot be used.
@@ -87,11 +87,11 @@ class RowEncoder:
     def encode(
         self, rows: Sequence[Mapping[str, Any]], row_format: RowFormat, locations: Sequence[str]
     ) -> list[EncodedRow]:
-        """Samples of some rows, in their order; ``row_format`` is not ``auto``.
+        """Encode rows in order; ``row_format`` must not be ``auto``.
 
         Raises:
-            DataError: A row is bad, cannot be marked exactly, or is too long and ``data.truncation`` is error.
-            ConfigError: Conversations, and no chat template.
+            DataError: A row is invalid, cannot be masked exactly, or is too long and ``data.truncation`` is error.
+            ConfigError: The rows are conversations, but no chat template is set.
         """
         splits = self._config.split_turns and row_format in ("preference", "tokens", "text")
         require(not splits, *_SPLITS_TURNS, f"false for rows of format {row_format}")
@@ -114,7 +114,7 @@ class RowEncoder:
         return found
 
     def open_conversation(self, conversation: Conversation, location: str) -> list[int]:
-        """Token ids of a conversation up to where the assistant takes over."""
+        """Return the token ids of a conversation, including the generation prompt."""
         if self._template is None:
             raise no_template(f"conversations ({location})")
         assert self._turns is not None
@@ -126,7 +126,7 @@ class RowEncoder:
         return ids
 
     def open_text(self, text: str, location: str) -> list[int]:
-        """Token ids of a text that goes on: with BOS as the tokenizer puts it, and without EOS."""
+        """Return the token ids of a text to be continued: with BOS if the tokenizer adds it, without EOS."""
         ids = self._spans.encode([text], [[]], [location])[0][0]
         self._check_ids(ids, location)
         return ids if ids[: len(self._prefix)] == self._prefix else [*self._prefix, *ids]
@@ -134,7 +134,7 @@ class RowEncoder:
     def _whole(
         self, rows: Sequence[Mapping[str, Any]], row_format: RowFormat, locations: Sequence[str]
     ) -> list[tuple[list[Encoded], tuple[str, ...]]]:
-        """Samples of any length of each row, and what its template does not write."""
+        """Return each row's samples before truncation, and the texts that its template omits."""
         pairs = zip(rows, locations, strict=True)
         if row_format == "tokens":
             return [([sample(*read_tokens(row, self._num_ids, location))], ()) for row, location in pairs]
@@ -148,7 +148,7 @@ class RowEncoder:
     def _rendered(
         self, row: Mapping[str, Any], row_format: RowFormat, location: str
     ) -> tuple[list[_Part], tuple[str, ...]]:
-        """A row as one text, or with ``data.split_turns`` one up to each supervised turn, and what they lack of it."""
+        """Render a row as one text, or with ``data.split_turns`` one per supervised turn; also return omitted texts."""
         whole, splits = self._config.train_on_prompt, self._config.split_turns
         is_preference = row_format == "preference"
         row_format = "prompt_completion" if is_preference else row_format
@@ -156,7 +156,7 @@ class RowEncoder:
             text = text_of(row, "text", location)
             return [_Part(text, [(0, len(text))], location, True)] if text else [], ()
         plain = read_prompt(row, location) if row_format == "prompt_completion" else None
-        if plain:  # which stand as they are, as that is what they mean to a base model
+        if plain:  # not rendered, as for a base model
             require(not splits, *_SPLITS_TURNS, f"false for prompts and completions in plain text ({location})")
             text = "".join(plain)
             return [_Part(text, [(0 if whole else len(plain[0]), len(text))], location, True)], ()
@@ -166,7 +166,7 @@ class RowEncoder:
         wanted = supervised_turns(conversation.messages, self._config.supervise, whole, location)
         seen = _without_flags(conversation)
         found = self._by_turn(seen, wanted, location) if splits else [self._turns.find(seen, wanted, location)]
-        unwritten = dict.fromkeys(one for *_, lacks in found for one in lacks)  # once, however many samples lack it
+        unwritten = dict.fromkeys(one for *_, lacks in found for one in lacks)  # once per row, not per sample
         fix = _TEMPLATE
         if unwritten and not (splits or whole or is_preference) and self._splitting_helps(seen, wanted, location):
             fix += ", data.split_turns: true"
@@ -181,17 +181,17 @@ class RowEncoder:
     def _splitting_helps(self, conversation: Conversation, wanted: Sequence[int], location: str) -> bool:
         try:
             found = self._by_turn(conversation, wanted, location)
-        except DataError:  # of a part of the conversation; what is wrong with all of it is said
+        except DataError:  # concerns a part of the conversation; the caller reports the error of the whole
             return False
         return bool(found) and not any(lacks for *_, lacks in found)
 
     def _allowed(self, unwritten: Iterable[Unwritten], location: str, fix: str) -> tuple[str, ...]:
-        """Roles of texts that the template does not write, or DataError."""
+        """Return the roles of texts that the template omits, or raise DataError."""
         names = ", ".join(name for name, _ in unwritten)
         if names and self._config.unwritten_text == "error":
             raise DataError(
-                f"{location}: the chat template does not write {names}, or not whole\n"
-                "  allowed: rows whose texts it writes; others with data.unwritten_text: allow\n"
+                f"{location}: the chat template omits {names}, in part or in full\n"
+                "  allowed: rows whose texts it writes in full; others with data.unwritten_text: allow\n"
                 f"  fix:     {fix}, or data.on_bad_row: drop"
             )
         return tuple(kind for _, kind in unwritten)
@@ -200,15 +200,15 @@ class RowEncoder:
         if (highest := int(np.max(ids, initial=0))) >= self._num_ids:
             token = self.tokenizer.convert_ids_to_tokens(highest)
             raise DataError(
-                f"{location}: token {token!r} ({highest}), which has no embedding in the model\n"
+                f"{location}: token {token!r} ({highest}) has no embedding in the model\n"
                 f"  allowed: token ids 0 to {self._num_ids - 1}\n"
-                f"  fix:     leave the row out (data.on_bad_row: drop), or write model.add_tokens: [{token!r}]"
+                f"  fix:     remove the row (data.on_bad_row: drop), or set model.add_tokens: [{token!r}]"
             )
 
     def _preferences(self, rows: Sequence[Mapping[str, Any]], locations: Sequence[str]) -> list[EncodedRow]:
-        """Two samples per row, the chosen completion first; none where one of them has nothing left."""
+        """Return two samples per row, the chosen completion first; none if either is dropped."""
         if self._config.train_on_prompt:
-            allowed = "false for rows of chosen and rejected, which are compared by their completions"
+            allowed = "false for chosen and rejected rows, because only completions are compared"
             raise ConfigError("data.train_on_prompt", "true", allowed, "drop it")
         sides = [side for row, at in zip(rows, locations, strict=True) for side in preference_sides(row, at)]
         names = [f"{location}: {name}" for location in locations for name in ("chosen", "rejected")]
@@ -222,7 +222,7 @@ class RowEncoder:
         return found
 
     def _closed(self, ids: list[int], mask: np.ndarray, is_document: bool) -> Encoded:
-        """A sample of the tokens of a row, of a document with BOS and EOS, once."""
+        """Build the sample of a row; a document gets BOS and EOS unless it has them."""
         if not is_document:
             return sample(ids, ~mask if self._config.train_on_prompt else mask)
         allowed, fix = "one with eos_token, which ends every document", "add eos_token to its tokenizer_config.json"
@@ -236,9 +236,9 @@ class RowEncoder:
         return sample([*ids, *after], np.concatenate([mask, np.ones(len(after), bool)]))
 
     def _split(self, row: Encoded) -> EncodedRow:
-        """A document in pieces of at most ``max_seq_length`` without overlap; the first token of each is no target.
+        """Split a document into pieces of at most ``max_seq_length`` without overlap; each first token is no target.
 
-        A last piece of one token, which could not be supervised, takes one over from the piece before it.
+        A last piece of a single token could not be supervised, so it gets one more token from the previous piece.
         """
         total, longest = len(row.input_ids), self._config.max_seq_length
         borders = [*range(0, total, longest), total]
@@ -249,9 +249,9 @@ class RowEncoder:
         return EncodedRow(samples, 0 < len(samples) < len(pieces), () if samples else (NOTHING_LEFT,))
 
     def _cut(self, whole: Encoded, location: str, other: Encoded | None = None) -> EncodedRow:
-        """The row within ``max_seq_length``; of a longer one that part that ``data.truncation`` leaves.
+        """Truncate a row to ``max_seq_length`` as ``data.truncation`` says.
 
-        Of a preference, whose ``other`` side has the same prompt, both sides lose the same tokens of it.
+        Both sides of a preference (``other`` is the other side) lose the same tokens of their common prompt.
         """
         row = _trimmed(whole)
         other = _trimmed(other) if other else row
@@ -271,11 +271,11 @@ class RowEncoder:
         return EncodedRow([kept], 1) if kept.supervised.any() else EncodedRow([], 0, (CUT,))
 
     def _end_of(self, row: Encoded, other: Encoded, limit: int) -> Encoded:
-        """The last tokens of a row, behind the BOS that it began with; what is alike in both by the longer one."""
+        """Return BOS, if the row starts with it, and the last tokens; the longer side decides for the common prefix."""
         ids, others = row.input_ids.tolist(), other.input_ids.tolist()
         alike = num_alike(ids, others)
         kept = self._prefix if ids[: len(self._prefix)] == self._prefix else []
-        if ids[0] == self._bos and ids[:alike].count(self._bos) == 1:  # the template's, and no mark of a turn
+        if ids[0] == self._bos and ids[:alike].count(self._bos) == 1:  # written once, so it does not start a turn
             kept = [self._bos]
         over = len(kept) - limit
         start = max(len(ids) + over, min(len(others) + over, alike))
@@ -283,14 +283,14 @@ class RowEncoder:
 
 
 def _trimmed(row: Encoded) -> Encoded:
-    """Without what follows the last supervised token, such as a line break after the last turn: it changes no loss."""
+    """Remove the tokens after the last supervised one, such as a final line break: they do not affect the loss."""
     marked = row.supervised.nonzero()[0]
     end = int(marked[-1]) + 1 if len(marked) else 0
     return Encoded(row.input_ids[:end], row.supervised[:end])
 
 
 def _without_flags(conversation: Conversation) -> Conversation:
-    """The conversation as templates see it."""
+    """Return the conversation as templates see it, without ``train`` keys."""
     if not any("train" in message for message in conversation.messages):
         return conversation
     clean = [{key: value for key, value in message.items() if key != "train"} for message in conversation.messages]

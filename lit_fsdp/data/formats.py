@@ -1,4 +1,4 @@
-"""Rows of the usual row formats: which one they are of, and what they hold, as conversation, text or token ids."""
+"""Detect common row formats, and read their rows as conversations, text or token ids."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ Message = dict[str, Any]
 _ROLE_KEYS, _CONTENT_KEYS = ("role", "from", "speaker", "author"), ("content", "value", "text")
 _PLAIN = {"role", "content"}
 _FLAGS = ("train", "weight", "loss", "training")
-"""Keys that say whether a turn is supervised: ours, OpenAI's and SlimOrca's, ms-swift's, axolotl's."""
+"""Keys that mark a turn as supervised: of this project, OpenAI and SlimOrca, ms-swift, axolotl."""
 _OTHER_ROLES = {
     **dict.fromkeys(("human", "prompter"), "user"),
     **dict.fromkeys(("gpt", "chatgpt", "bard", "bing", "model"), "assistant"),
     **dict.fromkeys(("observation", "function_response", "tool_response", "function", "ipython"), "tool"),
     "tool_call": CALL,
 }
-"""Roles of ShareGPT, LLaMA-Factory, ms-swift, OpenAI's functions, Gemma and Llama 3."""
+"""Roles of ShareGPT, LLaMA-Factory, ms-swift, OpenAI functions, Gemma and Llama 3."""
 _UNKNOWN = {"train_detail": "train: true or false", "tool_responses": "each as a message of the role tool"}
-"""What other programs write into messages and nothing here would heed, and what to write instead."""
-_SAY_WHICH = "say which key is which, such as data.turns: {role: speaker, content: utterance}"
+"""Message keys of other programs that are not supported, and what to write instead."""
+_SAY_WHICH = "map the keys, for example data.turns: {role: speaker, content: utterance}"
 REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Names of the thoughts in a message: templates read the first, or, as GPT-OSS, the second."""
+"""Message keys for reasoning text: templates read the first, or (GPT-OSS) the second."""
 _UNKNOWN_MASKS = ("loss_mask", "assistant_masks", "assistant_mask")
 _IGNORED = -100
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """What a chat template renders: messages, schemas of the tools, and further variables of the template.
+    """Input of a chat template: messages, tool schemas, and further template variables.
 
-    A message has ``role`` and a text as ``content``; ``train`` says whether a turn is supervised.
+    A message has ``role`` and ``content`` (text); ``train`` marks whether a turn is supervised.
     """
 
     messages: list[Message]
@@ -49,7 +49,7 @@ class Conversation:
 
 
 def find_format(columns: set[str], name: str) -> RowFormat:
-    """Name the row format that these columns are the sign of.
+    """Detect the row format from column names.
 
     Raises:
         DataError: No row format has these columns.
@@ -60,47 +60,47 @@ def find_format(columns: set[str], name: str) -> RowFormat:
     known = "; ".join(f"{row_format}: {', '.join(needed)}" for row_format, needed in NEEDED_COLUMNS.items())
     raise DataError(
         f"{name}: cannot detect the row format from columns {', '.join(sorted(map(str, columns))) or '(none)'}\n"
-        f"  allowed: {known}\n  fix:     say which column is which, such as data.columns: {{messages: chat}}"
+        f"  allowed: {known}\n  fix:     map the columns, for example data.columns: {{messages: chat}}"
     )
 
 
 def num_alike(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """How many items, or characters, the two begin with alike."""
+    """Return the length of the common prefix, in items or characters."""
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def text_of(row: Mapping[str, Any], column: str, location: str) -> str:
-    """A column that holds text, or DataError."""
+    """Return a text column, or raise DataError."""
     if not isinstance(row.get(column), str):
         raise DataError(f"{location}: {column}: text expected, not {_shown(row.get(column))}")
     return str(row[column])
 
 
 def is_plain(row: Mapping[str, Any]) -> bool:
-    """Whether a row is a prompt and a completion in plain text, without messages."""
+    """Whether the prompt and completion of a row are plain text, not messages."""
     return not any(isinstance(row.get(side), (list, tuple)) for side in ("prompt", "completion"))
 
 
 def read_prompt(row: Mapping[str, Any], location: str) -> tuple[str, str] | None:
-    """Prompt and completion in plain text, if they are; DataError beside columns that only a conversation can show."""
+    """Return a plain-text prompt and completion, else ``None``; DataError if other columns need a conversation."""
     if not is_plain(row):
         return None
     if more := [column for column in ("system", "tools", "functions") if row.get(column)]:
-        given = f"{more[0]} beside a prompt and a completion in plain text, which stand as they are"
+        given = f"{more[0]} has no effect on a plain-text prompt and completion"
         raise DataError(f"{location}: {given}\n  fix:     write them as lists of messages, which the template renders")
     return text_of(row, "prompt", location), text_of(row, "completion", location)
 
 
 def preference_sides(row: Mapping[str, Any], location: str) -> list[dict[str, Any]]:
-    """Both completions of a row of preferences, each as a row of format ``prompt_completion``; the chosen one first.
+    """Return both completions of a preference row as rows of format ``prompt_completion``, the chosen one first.
 
-    As in TRL a ``prompt`` that is missing, or a text beside messages, is what the two sides begin with.
+    As in TRL, if ``prompt`` is missing, or is text while the sides are messages, the prompt is their common prefix.
 
     Raises:
-        DataError: The two are alike, or are not two texts or two lists of messages.
+        DataError: The two sides are equal, or are not two texts or two lists of messages.
     """
     sides = (row.get("chosen"), row.get("rejected"))
-    chosen, rejected = ([side] if isinstance(side, Mapping) else side for side in sides)  # as LLaMA-Factory has them
+    chosen, rejected = ([side] if isinstance(side, Mapping) else side for side in sides)  # as in LLaMA-Factory
     prompt = row.get("prompt")
     kind = str if isinstance(chosen, str) else (list, tuple)
     if not isinstance(chosen, kind) or not isinstance(rejected, kind):
@@ -108,12 +108,12 @@ def preference_sides(row: Mapping[str, Any], location: str) -> list[dict[str, An
         raise DataError(f"{location}: {given}\n  allowed: two texts, or two lists of messages")
     if prompt is None or (isinstance(prompt, str) and kind is not str):
         if chosen == rejected:
-            raise DataError(f"{location}: chosen and rejected are alike\n  fix:     leave the row out")
+            raise DataError(f"{location}: chosen and rejected are equal\n  fix:     remove the row")
         shared = num_alike(chosen, rejected)
-        shared -= chosen[shared - 1 : shared] == " "  # which goes with the word behind it
+        shared -= chosen[shared - 1 : shared] == " "  # belongs to the following word
         said = [_first(one, _CONTENT_KEYS)[1] for one in chosen[:shared] if isinstance(one, Mapping)]
         if isinstance(prompt, str) and prompt.strip() not in [text.strip() for text in said if isinstance(text, str)]:
-            given, fix = "a text that chosen and rejected do not begin with", "write the prompt as a list of messages"
+            given, fix = "not a common prefix of chosen and rejected", "write the prompt as a list of messages"
             raise DataError(f"{location}: prompt is {given}\n  fix:     {fix}")
         prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
     names = ("system", "tools", "functions", "chat_template_kwargs")
@@ -124,12 +124,12 @@ def preference_sides(row: Mapping[str, Any], location: str) -> list[dict[str, An
 def to_conversation(
     row: Mapping[str, Any], row_format: RowFormat, location: str, *, supervises_prompt: bool = False
 ) -> Conversation:
-    """The conversation of one row, with its ``system``, ``tools`` and ``chat_template_kwargs`` where there are such.
+    """Return the conversation of one row, with its ``system``, ``tools`` and ``chat_template_kwargs``, if any.
 
-    Unless ``supervises_prompt`` assistant turns of a ``prompt`` are not supervised, but for those that say so.
+    Unless ``supervises_prompt`` is set, assistant turns of a ``prompt`` are supervised only if they are marked so.
 
     Raises:
-        DataError: A role is unknown, a content is no text, there are two system prompts, or ``tools`` are no schemas.
+        DataError: A role is unknown, a content is not text, two system prompts exist, or ``tools`` are not schemas.
     """
     if row_format == "instruction":
         prompt = text_of(row, "instruction", location)
@@ -137,7 +137,7 @@ def to_conversation(
         answer = text_of(row, "output", location)
         told = _from_json(row.get("history"), f"{location}: history") or []
         if not isinstance(told, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in told):
-            raise DataError(f"{location}: history is a list of pairs, a question and its answer, not {_shown(told)}")
+            raise DataError(f"{location}: history must be a list of (question, answer) pairs, not {_shown(told)}")
         texts = [text for pair in [*told, (prompt, answer)] for text in pair]
         turns = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
         messages = _messages(turns, location)
@@ -151,30 +151,30 @@ def to_conversation(
         messages = _messages(_from_json(row.get(column), f"{location}: {column}"), location)
     if row.get("system"):
         if messages[0]["role"] in ("system", "developer"):
-            raise DataError(f"{location}: a system column and a system message\n  fix:     keep one of them")
+            raise DataError(f"{location}: both a system column and a system message\n  fix:     keep one of them")
         messages = [{"role": "system", "content": text_of(row, "system", location)}, *messages]
     tools, functions = (_from_json(row.get(name), f"{location}: {name}") for name in ("tools", "functions"))
     if tools and functions:
-        raise DataError(f"{location}: tools and functions\n  fix:     keep one of them")
+        raise DataError(f"{location}: both tools and functions\n  fix:     keep one of them")
     tools = tools or functions or None
     schemas: list[Any] = tools if isinstance(tools, list) else [None]
     if tools and not all(isinstance(tool, dict) and isinstance(tool.get("function") or {}, dict) for tool in schemas):
-        raise DataError(f"{location}: tools are a list of JSON schemas, not {_shown(tools)}")
+        raise DataError(f"{location}: tools must be a list of JSON schemas, not {_shown(tools)}")
     tools = tools and [_schema(tool) for tool in schemas]
     kwargs = row.get("chat_template_kwargs") or {}
     if not isinstance(kwargs, Mapping):
-        raise DataError(f"{location}: chat_template_kwargs are names with values, not {_shown(kwargs)}")
-    given = {key: value for key, value in kwargs.items() if value is not None}  # a column of Parquet has every name
+        raise DataError(f"{location}: chat_template_kwargs must be a mapping, not {_shown(kwargs)}")
+    given = {key: value for key, value in kwargs.items() if value is not None}  # Parquet columns have every name
     return Conversation(messages, tools, given)
 
 
 def map_turns(row: Mapping[str, Any], turns: TurnsConfig) -> dict[str, Any]:
-    """The row with our keys and roles in its messages, in whichever column."""
+    """Return the row with the keys and roles of its messages, in any column, renamed by ``data.turns``."""
     found, gone, roles = dict(row), {*turns.keys, *turns.keys.values()}, turns.roles or {}
     for column in ("messages", "conversations", "prompt", "completion", "chosen", "rejected"):
         value = found.get(column)
         if column in ("messages", "conversations"):
-            with suppress(DataError):  # which is said where the row is read
+            with suppress(DataError):  # raised later, when the row is read
                 value = _from_json(value, column)
         mapped: list[Any] = [value] if isinstance(value, Mapping) else [*value] if isinstance(value, list) else []
         for number, turn in enumerate(mapped):
@@ -188,17 +188,17 @@ def map_turns(row: Mapping[str, Any], turns: TurnsConfig) -> dict[str, Any]:
 
 
 def _first(turn: Mapping[str, Any], keys: Sequence[str]) -> tuple[str, Any]:
-    """The first of these keys that a message has, and its value; the last of them with nothing."""
+    """Return the first of these keys that a message has, and its value; else the last key and ``None``."""
     return next(((key, turn[key]) for key in keys if turn.get(key) is not None), (keys[-1], None))
 
 
 def _messages(value: Any, location: str) -> list[Message]:
     if not isinstance(value, (list, tuple)) or not value:
-        raise DataError(f"{location}: a conversation is a list of at least one message, not {_shown(value)}")
+        raise DataError(f"{location}: a conversation must be a non-empty list of messages, not {_shown(value)}")
     found: list[Message] = []
     for number, turn in enumerate(value):
         made = _message(turn, f"{location}: message {number}")
-        if made["role"] == CALL:  # a turn of the assistant's, or more of the one before it
+        if made["role"] == CALL:  # an assistant turn, or a continuation of the previous one
             made["role"], last = "assistant", found[-1] if found else {}
             if last.get("role") == "assistant" and last.get("train") == made.get("train"):
                 calls, text = [*last.get("tool_calls", []), *made["tool_calls"]], last["content"] + made["content"]
@@ -208,36 +208,36 @@ def _messages(value: Any, location: str) -> list[Message]:
 
 
 def _message(turn: Any, location: str) -> Message:
-    """A message with text as content and objects as the arguments of its calls, and whatever else it has."""
+    """Normalize a message: text as content, objects as call arguments, other keys unchanged."""
     if isinstance(turn, dict) and turn.keys() == _PLAIN and turn["role"] in ROLES and isinstance(turn["content"], str):
-        return {"role": turn["role"], "content": turn["content"]}  # as most are, in a fifth of the time
+        return {"role": turn["role"], "content": turn["content"]}  # the common case, five times faster
     made = {key: value for key, value in turn.items() if value is not None} if isinstance(turn, Mapping) else {}
     (role_key, given), (content_key, content) = _first(made, _ROLE_KEYS), _first(made, _CONTENT_KEYS)
     calls = [made[key] for key in ("tool_calls", CALL) if made.get(key)]
     if given is None or (content is None and not calls):
-        said = f"a message has role and content, or from and value, not {_shown(turn)}"
+        said = f"a message must have role and content, or from and value, not {_shown(turn)}"
         raise DataError(f"{location}: {said}\n  fix:     {_SAY_WHICH}")
     role = _OTHER_ROLES.get(str(given).lower(), str(given).lower())
     if role not in (*ROLES, CALL):
-        fix = f"say whose it is, such as data.turns: {{roles: {{{str(given)[:40]}: assistant}}}}"
+        fix = f"map the role, for example data.turns: {{roles: {{{str(given)[:40]}: assistant}}}}"
         allowed = ", ".join((*ROLES, CALL, *_OTHER_ROLES))
         raise DataError(f"{location}: role {reprlib.repr(given)}\n  allowed: {allowed}\n  fix:     {fix}")
     for key, fix in _UNKNOWN.items():
         if key in made:
-            raise DataError(f"{location}: {key} of a message is not known here\n  fix:     write {fix}")
+            raise DataError(f"{location}: message key {key} is not supported\n  fix:     write {fix}")
     flags = {key: made[key] for key in _FLAGS if key in made}
     if any(flag not in (0, 1) for flag in flags.values()) or len({*flags.values()}) > 1:
         said = ", ".join(f"{key} {_shown(flag)}" for key, flag in flags.items())
-        raise DataError(f"{location}: {said}\n  allowed: true or false, or 1 or 0: a turn has no share of the loss")
-    if role == CALL:  # as JSON, behind thoughts if there are such
+        raise DataError(f"{location}: {said}\n  allowed: true or false, or 1 or 0; turns cannot be weighted")
+    if role == CALL:  # JSON, after the reasoning text, if any
         content, end, said = content.rpartition("</think>") if isinstance(content, str) else ("", "", content)
         calls, content = [*calls, said], content + end
     made = {key: made[key] for key in made if key not in (role_key, content_key, *_FLAGS, "tool_calls", CALL)}
     made |= {"role": role, **({"train": bool(max(flags.values()))} if flags else {})}
-    if thoughts := [made[key] for key in REASONING if key in made]:  # transformers < 5.21 leaves other names unread
+    if thoughts := [made[key] for key in REASONING if key in made]:  # transformers < 5.21 ignores other names
         made = {"thinking": thoughts[0], **made, "reasoning_content": thoughts[0]}
     if len(calls) > 1:
-        raise DataError(f"{location}: calls twice\n  fix:     keep one of tool_calls and {CALL}")
+        raise DataError(f"{location}: both tool_calls and {CALL}\n  fix:     keep one of them")
     if calls:
         made["tool_calls"], content = _calls(_from_json(calls[0], f"{location}: {CALL}"), location), content or ""
     if isinstance(content, (list, tuple)) and content:
@@ -246,27 +246,27 @@ def _message(turn: Any, location: str) -> Message:
 
 
 def _part(part: Any, location: str) -> str:
-    """The text of a part of a content; one with a ``train`` of its own would be a message of its own."""
+    """Return the text of a content part; a part cannot have its own ``train``, because only messages can."""
     given = {key for key, value in part.items() if value is not None} if isinstance(part, Mapping) else set()
     if given != {"type", "text"} or part["type"] != "text":
-        raise DataError(f"{location}: a part of a content has type: text and text alone, not {_shown(part)}")
+        raise DataError(f"{location}: a content part must have only type: text and text, not {_shown(part)}")
     return text_of(part, "text", location)
 
 
 def _calls(calls: Any, location: str) -> list[dict[str, Any]]:
-    """Calls with objects as arguments, which are JSON text in rows of OpenAI's."""
+    """Return calls with objects as arguments, which are JSON text in OpenAI rows."""
     found = []
     call: Any
     for call in calls if isinstance(calls, (list, tuple)) and calls else [calls]:
         function = call.get("function", call) if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise DataError(f"{location}: tool_calls are a list of calls with a function name, not {_shown(calls)}")
+            raise DataError(f"{location}: tool_calls must be a list of calls with function names, not {_shown(calls)}")
         what = f"{location}: arguments of {function['name'][:40]!r}"
         key, given = _first(function, ("arguments", "parameters"))
         arguments = _from_json(given, what) or {}
         if not isinstance(arguments, Mapping):
-            raise DataError(f"{what} are an object, not {_shown(arguments)}")
-        if function is call:  # its name and arguments stand beside its id
+            raise DataError(f"{what} must be an object, not {_shown(arguments)}")
+        if function is call:  # name and arguments are on the same level as the id
             function = {key: value for key, value in call.items() if key not in ("id", "type")}
             call = {"type": "function"} | {key: value for key, value in call.items() if key == "id"}
         function = {"arguments" if name == key else name: value for name, value in function.items()}
@@ -275,7 +275,7 @@ def _calls(calls: Any, location: str) -> list[dict[str, Any]]:
 
 
 def _schema(tool: dict[str, Any]) -> dict[str, Any]:
-    """A tool as templates know it, whose name may stand beside its type, as in OpenAI's functions and LLaMA-Factory."""
+    """Convert a tool to the schema of templates; OpenAI functions and LLaMA-Factory have the name at the top level."""
     if tool.get("function") or not isinstance(tool.get("name"), str):
         return tool
     function = {key: value for key, value in tool.items() if key not in ("type", "function")}
@@ -283,18 +283,18 @@ def _schema(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_tokens(row: Mapping[str, Any], num_ids: int, location: str) -> tuple[np.ndarray, np.ndarray]:
-    """Token ids and mask of a row of format ``tokens``, int32 and bool, both of shape (T,).
+    """Return token ids and mask of a row of format ``tokens``, int32 and bool, both of shape (T,).
 
-    The mask comes from ``labels`` (-100: not supervised; never shifted) or ``completion_mask`` (0 and 1), if there is
-    either; else all tokens are supervised.
+    The mask comes from ``labels`` (-100: not supervised; never shifted) or ``completion_mask`` (0 and 1). Without
+    these columns all tokens are supervised.
 
     Raises:
-        DataError: Ids are no integers below ``num_ids``, a mask is none or of another length, or there is padding.
+        DataError: Ids are not integers below ``num_ids``, a mask is invalid or has another length, or rows are padded.
     """
     ids = _integers(row, "input_ids", location)
     bad = ids[(ids < 0) | (ids >= num_ids)]
     if len(bad):
-        fix = "name the tokenizer that the rows were made with; -100 goes into labels"
+        fix = "set the tokenizer that the rows were made with; use -100 only in labels"
         raise DataError(f"{location}: token id {bad[0]}\n  allowed: 0 to {num_ids - 1}\n  fix:     {fix}")
     given = [name for name in ("labels", "completion_mask", *_UNKNOWN_MASKS) if row.get(name) is not None]
     if len(given) > 1 or (given and given[0] in _UNKNOWN_MASKS):
@@ -309,14 +309,14 @@ def read_tokens(row: Mapping[str, Any], num_ids: int, location: str) -> tuple[np
             allowed = "labels: not shifted, the token id at the same position or -100; completion_mask: 0 or 1"
             raise DataError(f"{location}: {given[0]} {_shown(row[given[0]])}\n  allowed: {allowed}")
     if row.get("attention_mask") is not None and (_integers(row, "attention_mask", location, len(ids)) != 1).any():
-        raise DataError(f"{location}: attention_mask has padding\n  fix:     write each row without it, however long")
+        raise DataError(f"{location}: attention_mask has padding\n  fix:     write each row without padding")
     return ids.astype(np.int32), mask
 
 
 def _integers(row: Mapping[str, Any], column: str, location: str, length: int | None = None) -> np.ndarray:
-    """A column of integers, int64 (T,), as long as ``input_ids``; masks may be true and false."""
+    """Return a column of integers, int64 (T,), as long as ``input_ids``; masks may be boolean."""
     found = np.asarray(None)
-    with suppress(ValueError):  # of lists of several lengths
+    with suppress(ValueError):  # ragged lists
         found = np.asarray(row.get(column))
     is_whole = found.ndim == 1 and length in (None, len(found))
     if not is_whole or (len(found) and found.dtype.kind not in ("iu" if length is None else "biu")):
@@ -326,16 +326,16 @@ def _integers(row: Mapping[str, Any], column: str, location: str, length: int | 
 
 
 def _from_json(value: Any, what: str) -> Any:
-    """What JSON text says, nothing if it is blank; anything else as it is."""
+    """Parse JSON text (``None`` if blank); return any other value unchanged."""
     if not isinstance(value, str):
         return value
     try:
         return json.loads(value) if value.strip() else None
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{what} are not JSON ({error}): {_shown(value)}") from None
+        raise DataError(f"{what}: invalid JSON ({error}): {_shown(value)}") from None
 
 
 def _shown(value: Any) -> str:
-    """Type and first characters of a value, for errors."""
-    text = value if isinstance(value, str) else reprlib.repr(value)  # which stops where it gets deep
+    """Format the type and first characters of a value, for errors."""
+    text = value if isinstance(value, str) else reprlib.repr(value)  # limits the depth
     return f"{type(value).__name__} {text[:40]!r}"

@@ -1,6 +1,6 @@
-"""Which items form global batch g: a pure function of (data, seed, epoch, g), never of the number of ranks.
+"""Items of global batch g: a pure function of (data, seed, epoch, g), never of the number of ranks.
 
-An item is a row, or a pack of rows. A run's data position is one integer, the number of global batches it has consumed.
+An item is a row, or a pack of rows. The data position of a run is one integer: the number of consumed global batches.
 """
 
 from __future__ import annotations
@@ -13,27 +13,27 @@ from typing import Any
 import numpy as np
 
 FILLER = -1
-"""Id of an item without supervision, for a rank that is short of items."""
+"""Id of an unsupervised item, for a rank that is short of items."""
 
 
 @dataclass(frozen=True)
 class GlobalOrder:
-    """The items of every global batch of every epoch: each once, or with ``weights`` a share of each source.
+    """Items of every global batch of every epoch: each item once, or with ``weights`` a share of each source.
 
-    A share is whole passes over the source, each in an order of its own, then a part of one, which the next epoch goes
-    on with.
+    A share consists of full passes over the source, each in its own order, and a partial pass, which the next epoch
+    continues.
     """
 
     num_rows: int
-    """Items: rows or packs."""
+    """Number of items: rows or packs."""
     global_batch_size: int
     fingerprint: str
     seed: int
     shuffle: bool = True
     groups: tuple[int, ...] = ()
-    """Items of each source, which follow each other; one number without weights."""
+    """Number of items of each source, in order; a single number without weights."""
     weights: tuple[float, ...] = ()
-    """One for each group, or none."""
+    """One weight per group, or empty."""
 
     @property
     def batches_per_epoch(self) -> int:
@@ -41,17 +41,17 @@ class GlobalOrder:
         return -(-self.num_rows // self.global_batch_size)
 
     def record(self) -> dict[str, Any]:
-        """What decides the order, as JSON can hold it."""
+        """Return everything that determines the order, as JSON."""
         return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
 
     def permutation(self, epoch: int) -> np.ndarray:
-        """Item ids of an epoch in order, int64 (num_rows,); without shuffling in file order, sources spread evenly."""
+        """Return the ordered item ids of an epoch, int64 (num_rows,); unshuffled: file order, sources evenly spread."""
         if self.weights:
             return self._mix(epoch)
         return self._generator(epoch).permutation(self.num_rows) if self.shuffle else np.arange(self.num_rows)
 
     def global_batch(self, permutation: np.ndarray, index: int) -> np.ndarray:
-        """Item ids of one global batch of the epoch whose permutation is given; the last may be short."""
+        """Return the item ids of one global batch of the permuted epoch; the last may be short."""
         return permutation[index * self.global_batch_size : (index + 1) * self.global_batch_size]
 
     def _mix(self, epoch: int) -> np.ndarray:
@@ -68,11 +68,11 @@ class GlobalOrder:
             for group, (size, share) in enumerate(zip(self.groups, shares, strict=True))
         ]
         order = np.empty(self.num_rows, dtype=np.int64)
-        order[np.argsort(source_of, kind="stable")] = np.concatenate(taken)  # however many sources there are
+        order[np.argsort(source_of, kind="stable")] = np.concatenate(taken)  # for any number of sources
         return order
 
     def _taken(self, group: int, size: int, start: int, count: int) -> np.ndarray:
-        """``count`` items of one source from the ``start``-th on, counted over pass after pass through it."""
+        """Return ``count`` items of one source from item ``start``, counted over consecutive passes."""
         first, last = start // size, (start + count - 1) // size
         orders = [
             self._generator(number, f"source {group}").permutation(size) if self.shuffle else np.arange(size)
@@ -85,13 +85,13 @@ class GlobalOrder:
 
 
 def generator_of(*parts: Any) -> np.random.Generator:
-    """Random numbers that depend on these parts alone."""
+    """Build a random generator that depends only on these parts."""
     digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=16).digest()
     return np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "big")))
 
 
 def apportion(total: int, weights: Sequence[float]) -> tuple[int, ...]:
-    """``total`` in whole parts in proportion to ``weights``, by largest remainder, the first of equal ones first."""
+    """Split ``total`` into integers proportional to ``weights``, by largest remainder; ties go to the first."""
     whole = sum(weights)
     exact = [total * weight / whole for weight in weights]
     parts = [int(part) for part in exact]
@@ -102,9 +102,9 @@ def apportion(total: int, weights: Sequence[float]) -> tuple[int, ...]:
 
 
 def micro_batches(rows: np.ndarray, micro_batch_size: int, ranks: int, rank: int) -> list[list[int]]:
-    """One rank's part of a global batch: step m of rank r begins at ``(m * ranks + r) * micro_batch_size``.
+    """Return one rank's part of a global batch: step m of rank r starts at ``(m * ranks + r) * micro_batch_size``.
 
-    All ranks get the same number of micro-batches; one without any items is one filler.
+    All ranks get the same number of micro-batches; a micro-batch without items consists of one filler.
     """
     per_step = micro_batch_size * ranks
     starts = range(rank * micro_batch_size, -(-len(rows) // per_step) * per_step, per_step)
@@ -112,7 +112,7 @@ def micro_batches(rows: np.ndarray, micro_batch_size: int, ranks: int, rank: int
 
 
 def num_micro_batches(order: GlobalOrder, micro_batch_size: int, ranks: int) -> int:
-    """Micro-batches per rank and epoch."""
+    """Return the number of micro-batches per rank and epoch."""
     per_step = micro_batch_size * ranks
     whole, rest = divmod(order.num_rows, order.global_batch_size)
     return whole * -(-order.global_batch_size // per_step) + -(-rest // per_step)

@@ -1,8 +1,8 @@
-"""Items of a split: its rows alone, or packs of them by best-fit-decreasing.
+"""Items of a split: single rows, or packs built by best-fit-decreasing.
 
-Samples are placed from the longest to the shortest, each into the pack with the least room that still takes it.
+Samples are placed from longest to shortest, each into the fullest pack in which it still fits.
 
-Source: Johnson, Near-optimal bin packing algorithms, 1973; for packing of training samples arXiv:2404.10830.
+Source: Johnson, Near-optimal bin packing algorithms, 1973; for packing training samples: arXiv:2404.10830.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from lit_fsdp.errors import DataError, require
 from lit_fsdp.host import is_first_process, say_once
 
 _BITS = 512
-"""Of a word of free rooms: a search looks at one word of them and at one bit for each of the others."""
+"""Bits per word of the bitmap of free space: a search reads one word, and one bit for each other word."""
 
 
 @dataclass(frozen=True)
 class Samples:
-    """Items of a split: a row each, with ``pairs`` the chosen row and the rejected one, or the rows of a pack.
+    """Items of a split: single rows, with ``pairs`` a chosen and a rejected row each, or packs of rows.
 
     Item i is ``row_ids[offsets[i] : offsets[i + 1]]``, both int64.
     """
@@ -39,57 +39,57 @@ class Samples:
     row_ids: np.ndarray
     offsets: np.ndarray
     groups: tuple[int, ...]
-    """Items per source of a weighted mix or of named sets, in the order of the items; else of all as one group."""
+    """Number of items per source of a weighted mix or of named sets, in item order; otherwise a single group."""
     weights: tuple[float, ...] = ()
-    """Weight of each group; none: every item once per epoch."""
+    """Weight of each group; empty: every item once per epoch."""
     capacity: int | None = None
     """Tokens per pack; ``None`` without packing."""
     pairs: bool = False
     sets: tuple[str, ...] = ()
-    """Name of the set that each group is of; none without named sets."""
+    """Set name of each group; empty without named sets."""
 
     @cached_property
     def order_fingerprint(self) -> str:
-        """Of sources, kept rows, packs and weights: another tokenizer, template or path leaves the order as it was."""
+        """Hash of sources, kept rows, packs and weights; a new tokenizer, template or path keeps the order."""
         parts = (self.rows.numbers, self.row_ids, self.offsets)
         digests = [hashlib.blake2b(part.astype("<i8").tobytes()).hexdigest() for part in parts]
         return content_hash([self.rows.meta["digests"], self.weights, digests])
 
     @property
     def lengths(self) -> np.ndarray:
-        """Tokens of every row of ``row_ids``, int32."""
+        """Number of tokens of every row of ``row_ids``, int32."""
         return self.rows.lengths[self.row_ids]
 
     @property
     def num_supervised(self) -> np.ndarray:
-        """Supervised tokens of every row of ``row_ids``, int32."""
+        """Number of supervised tokens of every row of ``row_ids``, int32."""
         return self.rows.num_supervised[self.row_ids]
 
     @property
     def fills(self) -> np.ndarray:
-        """Share of every pack that is filled; nothing without packing."""
+        """Filled share of every pack; empty without packing."""
         return np.add.reduceat(self.lengths, self.offsets[:-1]) / self.capacity if self.capacity else np.zeros(0)
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
     def members(self, item: int) -> np.ndarray:
-        """Row ids of one item, ascending."""
+        """Return the row ids of one item, ascending."""
         return self.row_ids[int(self.offsets[item]) : int(self.offsets[item + 1])]
 
 
 def holds_pairs(formats: Sequence[str], name: str, config: DataConfig) -> bool:
-    """Whether these formats are all of pairs, a chosen and a rejected completion each, which are not packed."""
+    """Whether all formats are preference pairs (chosen and rejected), which cannot be packed."""
     pairs = "preference" in formats
     given = f"sources of formats {', '.join(formats)}"
     require(not pairs or set(formats) == {"preference"}, name, given, "preference for all of them, or for none")
-    allowed = "false for rows of chosen and rejected: the pairs of a micro-batch are one row as it is"
+    allowed = "false for chosen and rejected rows: the pairs of a micro-batch already form one row"
     require(not (pairs and config.packing), "data.packing", "true", allowed)
     return pairs
 
 
 def plan_items(rows: TokenizedRows, split: str, config: DataConfig) -> Samples:
-    """Items of a split that is tokenized; predict has no packs, as each of its rows gets scores of its own."""
+    """Plan the items of a tokenized split; predict is never packed, because each row gets its own scores."""
     entries = check_sources(split, getattr(config, split)) if split != "train" or not config.streaming else []
     weights = tuple(entry.weight for entry in entries if entry.weight is not None)
     sets = tuple(entry.name for entry in entries if entry.name is not None)
@@ -99,7 +99,7 @@ def plan_items(rows: TokenizedRows, split: str, config: DataConfig) -> Samples:
     kept = np.ones(len(rows), dtype=bool)
     if config.val_split is not None and split in ("train", "val"):
         kept = _held_out(rows, config.val_split) == (split == "val")
-    # a pack of a mix, or of a set, has rows of one source
+    # in a mix or a set, each pack has rows of one source
     borders = np.cumsum([0, *(source["rows"] for source in sources)]) if weights or sets else np.array([0, len(rows)])
     ids: list[np.ndarray] = []
     offsets, groups = [np.zeros(1, dtype=np.int64)], []
@@ -118,35 +118,35 @@ def plan_items(rows: TokenizedRows, split: str, config: DataConfig) -> Samples:
     require(is_read, "data.train", given, "at least one sample of each source in every epoch")
     for name, size in zip(sets, groups, strict=False):
         if not size:
-            raise DataError(f"data.{split}.{name}: no token of any row of one of its sources is supervised")
+            raise DataError(f"data.{split}.{name}: one of its sources has no supervised token")
     return Samples(rows, np.concatenate(ids), np.concatenate(offsets), tuple(groups), weights, capacity, pairs, sets)
 
 
 def _held_out(rows: TokenizedRows, val_split: float) -> np.ndarray:
-    """Which rows validation takes, bool (N,): by content, so that copies are on one side in every run."""
-    _, firsts = np.unique(rows.numbers, return_index=True)  # of the pieces of each text that was split
+    """Select validation rows, bool (N,), by content, so that duplicates are always in the same split."""
+    _, firsts = np.unique(rows.numbers, return_index=True)  # the first piece of each split text
     if val_split < 1:
         chosen = rows.keys < np.uint64(val_split * 2**64)
         if chosen.all() or not chosen.any():
             chosen = rows.keys < rows.keys.max() if chosen.all() else rows.keys == rows.keys.min()
             taken = f"{int(chosen[firsts].sum())} of {len(firsts)} rows"
             if is_first_process():
-                say_once(f"data.val_split {val_split} takes {taken}: at least one, and leaves at least one")
+                say_once(f"data.val_split {val_split} takes {taken}: each split needs at least one row")
     else:
         lowest = np.sort(rows.keys[firsts])[: int(val_split)]
         chosen = rows.keys <= lowest[-1]
     if chosen.all() or not chosen.any():
         raise DataError(
             f"data.val_split {val_split} takes {int(chosen[firsts].sum())} of {len(firsts)} rows\n"
-            "  allowed: a share or number that leaves rows for training and for validation"
+            "  allowed: a share or number that leaves rows for both training and validation"
         )
     return np.asarray(chosen)
 
 
 def plan_packs(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
-    """Packs of N samples, each of 1 to ``capacity`` tokens, by best-fit-decreasing, in the order of their first ones.
+    """Pack N samples of 1 to ``capacity`` tokens by best-fit-decreasing; packs are sorted by their first sample.
 
-    Returns every sample once, pack after pack, ascending in each (int64, (N,)), and where each pack begins in that
+    Returns the sample indices pack by pack, ascending within each pack (int64, (N,)), and the offsets of the packs
     (int64, (packs + 1,)).
     """
     pack_of = np.zeros(len(lengths), dtype=np.int64)
@@ -181,7 +181,7 @@ def plan_packs(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarr
 
 
 def describe_data(samples: Mapping[str, Samples], config: DataConfig, encoder: RowEncoder) -> dict[str, Any]:
-    """What a run should be judged by before step 1, as JSON: numbers of each split, and settings that decide them."""
+    """Summarize the data before step 1, as JSON: statistics of each split, and the settings that determine them."""
     names = ("packing", "max_seq_length", "global_batch_size", "micro_batch_size", "truncation")
     turns = f"assistant turns ({config.supervise}{', each a sample' if config.split_turns else ''})"
     return {

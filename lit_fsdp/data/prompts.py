@@ -1,4 +1,4 @@
-"""Rows as prompts: what the model is asked, and what it should answer where the row says so."""
+"""Convert rows to prompts for generation, with the expected answer if the row has one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NOTHING = {"role": "assistant", "content": ""}
 
 @dataclass(frozen=True)
 class Prompt:
-    """A question up to where the model takes over, and the answer with the token that ends it, if there is one."""
+    """Prompt token ids including the generation prompt, and the expected answer with its end token, if any."""
 
     input_ids: list[int]
     wanted: list[int] | None = None
@@ -33,15 +33,15 @@ def read_prompts(
     numbers: Collection[int] | None = None,
     num_embeddings: int | None = None,
 ) -> list[Prompt]:
-    """Prompts of rows, through the template and the masks of training.
+    """Read rows as prompts, with the template and masks of training.
 
-    The answer is the last turn of the assistant, or a completion. A conversation without one gets the generation
-    prompt; a plain text, or a plain prompt alone, stands as it is. ``numbers`` are those of the rows over all sources,
-    from 0; ``None`` for all of them, of whichever format.
+    The answer is the last assistant turn, or the completion. A conversation without an answer gets the generation
+    prompt; plain text, or a plain prompt without completion, is not rendered. ``numbers`` selects rows by their index
+    over all sources, from 0; ``None`` selects all rows, of any format.
 
     Raises:
-        DataError: A source or row is bad, or a prompt leaves no room for its answer.
-        ConfigError: Conversations, and no chat template.
+        DataError: A source or row is invalid, or a prompt leaves no room for its answer.
+        ConfigError: The rows are conversations, but no chat template is set.
     """
     asking = replace(config, supervise="last", split_turns=False, train_on_prompt=False)
     encoder = RowEncoder(tokenizer, asking, num_embeddings)
@@ -52,17 +52,17 @@ def read_prompts(
         if numbers is None or number in numbers:
             if isinstance(row, DataError):
                 raise row
-            # an answer that is not there is no other row format
+            # a missing answer does not change the row format
             answers = set() if row.keys() >= {"chosen", "rejected"} else {"completion", "output"}
             form = source.format if source.format != "auto" else find_format({*row, *answers}, location)
             prompts.append(_prompt(row, form, location, encoder))
     if not prompts:
-        raise DataError(f"{sources}: no rows\n  fix:     a source of prompts needs at least one")
+        raise DataError(f"{sources}: no rows\n  fix:     add at least one prompt")
     return prompts
 
 
 def _prompt(row: Mapping[str, Any], form: RowFormat, location: str, encoder: RowEncoder) -> Prompt:
-    if form == "preference":  # what should be answered is the chosen completion
+    if form == "preference":  # the chosen completion is the expected answer
         row, form = preference_sides(row, location)[0], "prompt_completion"
     if form == "text" or (form == "prompt_completion" and is_plain(row) and not row.get("completion")):
         return Prompt(encoder.open_text(text_of(row, "text" if form == "text" else "prompt", location), location))
@@ -77,7 +77,7 @@ def _prompt(row: Mapping[str, Any], form: RowFormat, location: str, encoder: Row
     (encoded,) = encoder.encode([row], form, [location])
     if not encoded.samples:
         raise DataError(
-            f"{location}: nothing to ask ({encoded.dropped[0]})\n  fix:     leave this row out of the prompts"
+            f"{location}: no usable prompt ({encoded.dropped[0]})\n  fix:     remove this row from the prompts"
         )
     ids, mask = encoded.samples[0].input_ids.tolist(), encoded.samples[0].supervised
     start = int(np.flatnonzero(~mask[: np.flatnonzero(mask)[-1]])[-1]) + 1

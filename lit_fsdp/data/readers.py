@@ -1,8 +1,8 @@
-"""Rows of files and data sets, one after another, as they lie there; JSON lines are parsed later, by any process.
+"""Read rows of files and data sets in order, unchanged; JSON lines are parsed later, in any process.
 
-JSON, CSV and text are read here, tables by ``datasets``: its JSON reader infers one type for each key, which makes
-dates of texts like "2020-01-01", floats of whole numbers, and None of keys that only other rows have; its CSV reader
-shifts the columns where the first record has a cell too many.
+JSON, CSV and text are read here, tables by ``datasets``. The JSON reader of ``datasets`` infers one type per key: it
+turns text like "2020-01-01" into dates, integers into floats, and keys that only other rows have into None. Its CSV
+reader shifts the columns if the first record has an extra cell.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from lit_fsdp.config.data import GENERATED
 from lit_fsdp.errors import DataError
 
 Row = tuple[str, dict[str, Any] | DataError]
-"""Location (``rows.jsonl:12``) and columns, or why it cannot be read."""
+"""Location (``rows.jsonl:12``), and columns or the error."""
 RawRow = tuple[str, Any]
-"""Location, and columns, or why they cannot be read, or bytes of JSON."""
+"""Location, and columns, or the error, or JSON bytes."""
 
 _WORDS = ("red", "green", "blue", "white", "black", "yellow", "box", "ball", "cup", "book", "lamp", "hat")
 _BOM = b"\xef\xbb\xbf"
@@ -33,16 +33,16 @@ _TABLE_ROWS = 250
 _TABLES = {".parquet": "parquet", ".arrow": "arrow"}
 _SEPARATORS = {".csv": ",", ".tsv": "\t"}
 KINDS = (".jsonl", ".ndjson", ".json", ".txt", *_TABLES, *_SEPARATORS)
-"""Endings of row files; ``.gz`` may follow."""
+"""File extensions of row files; ``.gz`` may follow."""
 
 
 def kind_of(path: str) -> str:
-    """The ending that says how a file is read; ``.gz`` behind it counts for nothing."""
+    """Return the file extension that selects the reader, without a trailing ``.gz``."""
     return Path(path.removesuffix(".gz")).suffix.lower()
 
 
 def read_file(path: str, start: int = 0) -> Iterator[RawRow]:
-    """The rows of a file, or of ``generated:N``, from the ``start``-th on; DataError where it cannot be read on."""
+    """Read the rows of a file, or of ``generated:N``, from row ``start``; DataError if reading fails."""
     kind = kind_of(path)
     if kind in _TABLES:
         import datasets
@@ -64,12 +64,12 @@ def read_file(path: str, start: int = 0) -> Iterator[RawRow]:
 
 
 def read_table(name: str, table: Any, start: int = 0) -> Iterator[RawRow]:
-    """The rows of a data set of ``datasets``, which is read in batches, from the ``start``-th on."""
+    """Read the rows of a ``datasets`` data set from row ``start``, in batches."""
     number = 0
     with naming(name):
         for batch in table.with_format("arrow").iter(batch_size=_TABLE_ROWS):
             if number + len(batch) > start:
-                batch.validate(full=True)  # a damaged file may hold offsets that point beside the text
+                batch.validate(full=True)  # a damaged file may have offsets outside the text
                 kinds = {field.name: field.type for field in batch.schema}
                 for index, row in enumerate(batch.to_pylist(), number):
                     if index >= start:
@@ -78,7 +78,7 @@ def read_table(name: str, table: Any, start: int = 0) -> Iterator[RawRow]:
 
 
 def files_of_split(folder: str, split: str) -> list[str]:
-    """Files of a split: of what ``datasets`` saved in a folder, or as it finds them by their names or the README.md."""
+    """List the files of a split, saved by ``datasets`` or found by it through file names or the README.md."""
     import datasets
 
     found: Any
@@ -94,7 +94,7 @@ def files_of_split(folder: str, split: str) -> list[str]:
 
 
 def hub_shards(hub: dict[str, Any], streaming: bool) -> list[Any]:
-    """A data set on the hub, by the arguments of ``datasets.load_dataset``; a stream as the shards that it has."""
+    """Load a data set from the hub with the arguments of ``datasets.load_dataset``; a stream as its shards."""
     import datasets
 
     datasets.disable_progress_bars()
@@ -105,26 +105,26 @@ def hub_shards(hub: dict[str, Any], streaming: bool) -> list[Any]:
 
 
 def hub_builder(name: str, configuration: str | None, revision: str | None) -> Any:
-    """What knows the commit of a data set on the hub, as its ``hash``."""
+    """Return the builder of a data set on the hub, whose ``hash`` is the commit."""
     import datasets
 
-    with naming(f"{name}: no such file below {Path.cwd()}, and on the hub"):
+    with naming(f"{name}: no such file in {Path.cwd()}, and on the hub it"):
         builder = datasets.load_dataset_builder(name, configuration, revision=revision)
-    # without a network datasets takes whatever commit it finds in its cache
+    # without a network, datasets uses any commit in its cache
     if revision and type(builder).__name__ == "Cache" and builder.hash != revision:
         held = f"its cache has commit {builder.hash}, not revision {revision}"
-        raise DataError(f"{name}: the hub does not answer, and {held}\n  fix:     name that commit, or find a network")
+        raise DataError(f"{name}: cannot reach the hub, and {held}\n  fix:     set that commit, or check the network")
     return builder
 
 
 @contextmanager
 def naming(name: str) -> Iterator[None]:
-    """Put the name of what is read into a library's error: into that of its first cause, as ``datasets`` wraps it."""
+    """Convert a library's error to a DataError with the source's name and the root cause, which ``datasets`` wraps."""
     try:
         yield
     except DataError:
         raise
-    except Exception as error:  # datasets raises its own, OSError, ValueError, pyarrow's and the hub's, by version
+    except Exception as error:  # by version, datasets raises its own errors, OSError, ValueError, or pyarrow's
         cause: BaseException = error
         while cause.__cause__ is not None:
             cause = cause.__cause__
@@ -154,7 +154,7 @@ def _has_lines(path: str) -> bool:
 
 
 def _document(path: str) -> list[Any]:
-    """The rows of a JSON file: a list of them, or one."""
+    """Return the rows of a JSON file: a list of rows, or a single row."""
     with _opened(path) as file:
         loaded = from_json(file.read(), path)
     if isinstance(loaded, DataError):
@@ -163,15 +163,15 @@ def _document(path: str) -> list[Any]:
 
 
 def _records(path: str, separator: str) -> Iterator[dict[str, str] | DataError]:
-    """Rows of texts: "007" and "NA" stay what they are."""
+    """Yield rows of text: "007" and "NA" stay unchanged."""
     csv.field_size_limit(2**31 - 1)  # cells may be whole documents
     with _opened(path) as file, io.TextIOWrapper(file, "utf-8-sig", newline="") as text:
         records = csv.reader(text, delimiter=separator, strict=True)
         names = next(records, [])
         if len(set(names)) < len(names):
-            raise DataError(f"{path}: two columns of one name among {', '.join(names)}")
+            raise DataError(f"{path}: duplicate column names in {', '.join(names)}")
         try:
-            for number, cells in enumerate(filter(None, records)):  # without empty lines
+            for number, cells in enumerate(filter(None, records)):  # skips empty lines
                 problem = f"{path}: row {number}: {len(cells)} cells for the {len(names)} columns {', '.join(names)}"
                 yield dict(zip(names, cells, strict=True)) if len(cells) == len(names) else DataError(problem)
         except csv.Error as error:
@@ -179,7 +179,7 @@ def _records(path: str, separator: str) -> Iterator[dict[str, str] | DataError]:
 
 
 def from_json(content: bytes, location: str, is_text: bool = False) -> Any:
-    """What the content says, or the error that it is none."""
+    """Parse the content; return the error if it is invalid."""
     try:
         text = content.removeprefix(_BOM).decode("utf-8")
         return {"text": text.rstrip("\r\n")} if is_text else json.loads(text)
@@ -191,7 +191,7 @@ def from_json(content: bytes, location: str, is_text: bool = False) -> Any:
 
 
 def _as_written(value: Any, kind: Any) -> Any:
-    """A value of an Arrow type as it was written: JSON taken apart, no key that only other rows have."""
+    """Convert an Arrow value to what was written: parsed JSON, without keys that only other rows have."""
     import pyarrow
 
     if value is None or pyarrow.types.is_primitive(kind):
@@ -207,11 +207,11 @@ def _as_written(value: Any, kind: Any) -> Any:
 
 
 def generated_rows(count: int, seed: int = 0) -> list[dict[str, Any]]:
-    """``count`` short conversations, the same for the same seed: words in reverse order, in one turn or two.
+    """Generate ``count`` short conversations of one or two turns (words in reverse order), deterministic by seed.
 
-    As ``messages``, and as ``chosen`` beside ``rejected``, whose last answer ends in another word.
+    Each row has ``messages``, and ``chosen`` with ``rejected``, whose last answer ends in another word.
     """
-    source = random.Random(seed)  # noqa: S311 (nothing secret is made)
+    source = random.Random(seed)  # noqa: S311 (not for secrets)
     rows = []
     for number in range(count):
         turns = [{"role": "system", "content": "Repeat the words in reverse order."}] if number % 3 == 1 else []

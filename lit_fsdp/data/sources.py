@@ -1,4 +1,4 @@
-"""Sources of a recipe: found by file, glob, folder or name, with their row format and a digest of their content."""
+"""Find the sources of a recipe by file, glob, folder or name, with their row format and a digest of their content."""
 
 from __future__ import annotations
 
@@ -23,37 +23,37 @@ from lit_fsdp.errors import DataError, require
 from lit_fsdp.host import make_once
 
 _COMMIT = re.compile("[0-9a-f]{40}")
-_SLICE = re.compile(r"[\w./-]+:[^*?]*\[[^]]*:[^]]*\].*")  # imdb:train[:10%], which is no pattern of files
+_SLICE = re.compile(r"[\w./-]+:[^*?]*\[[^]]*:[^]]*\].*")  # imdb:train[:10%], not a file pattern
 _JSON = json.JSONEncoder(sort_keys=True, default=str)
 _EDGE_BYTES = 2**16
 _HEAD_ROWS = 100
 _RACY_NS = 2 * 10**9
-"""A file that was written so recently may be written again without another time of change."""
+"""A file modified this recently may be written again without a new modification time."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """The rows of one entry of the recipe, not read yet."""
+    """One data entry of the recipe, read lazily."""
 
     name: str
     files: tuple[str, ...] = ()
-    """Paths, or ``generated:N``; none of a data set on the hub."""
+    """Paths, or ``generated:N``; empty for a data set on the hub."""
     hub: dict[str, Any] | None = None
-    """What ``datasets.load_dataset`` is called with, at a commit."""
+    """Arguments of ``datasets.load_dataset``, including the commit."""
     streaming: bool = False
-    """Leave a data set on the hub there."""
+    """Stream a data set from the hub instead of downloading it."""
     format: RowFormat = "auto"
-    """As the recipe has it; :attr:`row_format` is what the rows have."""
+    """Format set in the recipe; :attr:`row_format` is the resolved format."""
     weight: float | None = None
     columns: dict[str, str] | None = None
     turns: TurnsConfig | None = None
 
     @cached_property
     def row_format(self) -> RowFormat:
-        """The format of the rows, found from the columns of the first one unless the recipe says it.
+        """Row format from the recipe, or detected from the columns of the first row.
 
         Raises:
-            DataError: There is no row, its columns are of no known format, or a mapped column is not there.
+            DataError: There is no row, the format cannot be detected, or a mapped column is missing.
         """
         head = list(islice(self.rows(), _HEAD_ROWS))
         good = [(location, row) for location, row in head if isinstance(row, dict)]
@@ -67,15 +67,15 @@ class Source:
         there = {key for turn in turns if isinstance(turn, dict) for key in turn}
         for ours, theirs in (self.turns.keys if self.turns else {}).items():
             if ours not in there:
-                given = f"no message with the key {theirs!r}, which data.turns maps to {ours!r}"
+                given = f"no message has the key {theirs!r}, which data.turns maps to {ours!r}"
                 raise DataError(f"{self.name}: {given}\n  allowed: {sorted(there)}")
         location, row = good[0]
         return find_format(set(row), location) if self.format == "auto" else self.format
 
     def read(self, part: int = 0, row: int = 0) -> Iterator[tuple[tuple[int, int], RawRow]]:
-        """Rows as they lie there from ``row`` of a ``part`` on, each with the position behind it.
+        """Read unparsed rows starting at ``row`` of ``part``, each with the position after it.
 
-        Parts are files, or shards of a stream; the one that is begun at is read again from its beginning.
+        Parts are files, or shards of a stream; the starting part is read again from its beginning.
         """
         parts = self.files if self.hub is None else readers.hub_shards(self.hub, self.streaming)
         for number, one in islice(enumerate(parts), part, None):
@@ -86,7 +86,7 @@ class Source:
             row = 0
 
     def parse(self, raw: RawRow) -> Row:
-        """One of the rows that were read, with our columns."""
+        """Parse a raw row and rename its columns."""
         location, content = raw
         row = readers.from_json(content, location) if isinstance(content, bytes) else content
         if isinstance(row, dict):
@@ -99,20 +99,20 @@ class Source:
         return location, row
 
     def rows(self) -> Iterator[Row]:
-        """All rows, parsed."""
+        """Yield all rows, parsed."""
         return (self.parse(raw) for _, raw in self.read())
 
     def seen(self) -> list[tuple[str, int, int]]:
-        """Path, size and time of change of every file."""
+        """Return path, size and modification time of every file."""
         with naming(self.name):
             found = [(os.path.abspath(path), os.stat(path)) for path in self.files if not path.startswith(GENERATED)]
         return [(path, now.st_size, now.st_mtime_ns) for path, now in found]
 
     def digest(self, root: Path | None) -> str:
-        """Of the content: kind and bytes of every file and not its path, or the commit of a data set on the hub.
+        """Hash the content: extension and bytes (not path) of every file, or the commit of a data set on the hub.
 
-        One process per cache ``root`` reads the bytes, once: it is remembered by path, size and time of change. Without
-        it, for streams, which nobody wants to read twice, size, beginning and end of each file stand for all of it.
+        One process per cache ``root`` reads the bytes once; the digest is cached by path, size and modification time.
+        Without ``root`` (streams, which should not be read twice) only size, beginning and end of each file are hashed.
         """
         if root is None:
             return self._content(_EDGE_BYTES)
@@ -127,7 +127,7 @@ class Source:
         return (make_once(root / "digests" / key, make, f"hashing {self.name}") / "digest").read_text()
 
     def _content(self, most: int | None = None) -> str:
-        """Of all bytes, or of ``most`` at the beginning and end of each file."""
+        """Hash all bytes, or ``most`` bytes at the beginning and end of each file."""
         with naming(self.name):
             files = [
                 [kind_of(path), path if path.startswith(GENERATED) else _digest(path, most)] for path in self.files
@@ -136,10 +136,10 @@ class Source:
 
 
 def find_sources(sources: Sources, config: DataConfig | None = None, streaming: bool = False) -> list[Source]:
-    """The sources of one split, one per entry, with format and columns of ``config`` unless they have their own.
+    """Find the sources of one split, one per entry; format and columns default to those of ``config``.
 
     Raises:
-        DataError: A source that is missing.
+        DataError: A source is missing.
     """
     config = config or DataConfig()
     found = []
@@ -153,17 +153,17 @@ def find_sources(sources: Sources, config: DataConfig | None = None, streaming: 
 
 
 def pinned(sources: Sources | None) -> list[SourceConfig]:
-    """The entries of one split, data sets on the hub at the commit that their names stand for now."""
+    """Return the entries of one split, with data sets on the hub pinned to their current commit."""
     entries = check_sources("train", sources)
     return [replace(entry, revision=hub["revision"]) if (hub := _found(entry)[1]) else entry for entry in entries]
 
 
 def _found(entry: SourceConfig) -> tuple[list[str], dict[str, Any] | None]:
-    """Files of an entry, or what names it on the hub."""
+    """Return the files of an entry, or its hub arguments."""
     name = entry.source
     if name.startswith(GENERATED):
         return [name], None
-    # os.path's functions answer no where pathlib's raise: a name too long, a home that does not exist
+    # os.path returns False where pathlib raises: a name too long, a missing home folder
     path = os.path.expanduser(name)
     folder, _, split = path.rpartition(":")
     if os.path.isdir(path):
@@ -180,12 +180,12 @@ def _found(entry: SourceConfig) -> tuple[list[str], dict[str, Any] | None]:
 
 
 def _hub(entry: SourceConfig) -> dict[str, Any]:
-    """``name``, ``name:split`` or ``name:configuration:split``, at the commit that its revision is now.
+    """Parse ``name``, ``name:split`` or ``name:configuration:split``, and resolve the revision to a commit.
 
-    The hub is asked for it, unless the revision is a commit.
+    This queries the hub unless the revision is a commit.
     """
     path, _, rest = entry.source.partition(":")
-    rest, bracket, rows = rest.partition("[")  # of train[:10%], whose colon is no border
+    rest, bracket, rows = rest.partition("[")  # the colon in train[:10%] is not a separator
     name, _, split = rest.rpartition(":")
     revision = entry.revision
     if not (revision and _COMMIT.fullmatch(revision)):
@@ -204,5 +204,5 @@ def _digest(path: str, most: int | None) -> list[Any]:
 
 
 def content_hash(value: Any) -> str:
-    """32 hexadecimal digits that stand for a value of JSON."""
+    """Hash a JSON value to 32 hexadecimal digits."""
     return hashlib.blake2b(_JSON.encode(value).encode(), digest_size=16).hexdigest()

@@ -1,11 +1,11 @@
-"""Batches without end from sources that are never tokenized as a whole.
+"""Infinite batches from sources that are tokenized on the fly.
 
-Every rank reads and tokenizes every row, so that all of them meet a bad row at the same global batch. Rows are
-shuffled, and packed, inside windows, by a function of the sources, the seed and the settings, never of the number of
-ranks. A position is small: where a window begins, and how far into it.
+Every rank reads and tokenizes every row, so that all ranks reach an invalid row at the same global batch. Rows are
+shuffled and packed within windows. The result depends on the sources, the seed and the settings, never on the number
+of ranks. A position is small: the start of a window, and an offset into it.
 
-Without weights the sources come one after another. With weights each next row is of the source that has given least
-for its weight, and a source at its end begins again until each has ended once, which is an epoch.
+Without weights, sources are read one after another. With weights, the next row comes from the source with the fewest
+rows read relative to its weight. Exhausted sources restart until each has ended once, which completes an epoch.
 """
 
 from __future__ import annotations
@@ -38,28 +38,28 @@ from lit_fsdp.host import is_first_process
 _log = logging.getLogger(__name__)
 _ENOUGH_ROWS = _LOOKED_AT = 1000
 _END = "stream_end"
-_TOGETHER = 100  # rows that are tokenized at a time: what a tokenizer gives takes 100 bytes per token
-_KEPT = 16  # the loader is ahead of the step by a batch or two
+_TOGETHER = 100  # rows tokenized at a time: a tokenizer's output takes 100 bytes per token
+_KEPT = 16  # the loader is one or two batches ahead of the step
 
 Window = tuple[dict[str, Any], list[tuple[int, Row]]]
-"""Where it begins, for JSON, and rows that are shuffled together, each with the number of its source."""
+"""Start position (JSON), and rows that are shuffled together, each with its source index."""
 GlobalBatch = tuple[list[tuple[int, list[Sample]]], dict[str, Any]]
-"""Items of one optimizer step, each with its number in its window, and the position after it, for JSON."""
+"""Items of one optimizer step, each with its index in its window, and the position after the step (JSON)."""
 
 
 @dataclass
 class _Reader:
-    """How far a source has been read in an epoch."""
+    """Read position of a source within an epoch."""
 
     part: int = 0
     row: int = 0
     ended: int = 0
-    """Times that it has ended."""
+    """Number of completed passes."""
     taken: int = 0
-    """Rows that it has given."""
+    """Number of rows read."""
 
     def rows(self, source: Source) -> Iterator[Row | None]:
-        """Its rows from here on, round and round, with None at each end."""
+        """Yield rows from this position, repeating the source, with None after each pass."""
         while True:
             for at, raw in source.read(self.part, self.row):
                 self.part, self.row = at
@@ -71,7 +71,7 @@ class _Reader:
 
 
 class SampleStream:
-    """Global batches of samples in an order that ``seed`` decides; DataError if a source cannot be used."""
+    """Global batches of samples in an order determined by ``seed``; DataError if a source cannot be used."""
 
     def __init__(self, config: DataConfig, encoder: RowEncoder, seed: int) -> None:
         assert config.train is not None
@@ -81,11 +81,11 @@ class SampleStream:
         self.pairs = holds_pairs(self.formats, "data.train", config)
         self._weights = [source.weight for source in self.sources if source.weight is not None]
         self.fingerprint = content_hash([source.digest(None) for source in self.sources])
-        """Of the content, as far as it is known; the order depends on it."""
+        """Hash of the content, as far as it is known; the order depends on it."""
         self._read, self._kept, self._dropped = 0, 0, Counter[str]()
 
     def record(self) -> dict[str, Any]:
-        """What the order of the samples depends on, for checkpoints."""
+        """Return everything that the sample order depends on, for checkpoints."""
         names = ("shuffle", "shuffle_window", "packing", "global_batch_size", "max_seq_length")
         return {
             "fingerprint": self.fingerprint,
@@ -97,7 +97,7 @@ class SampleStream:
         }
 
     def global_batches(self, start: dict[str, Any] | None = None) -> Iterator[GlobalBatch]:
-        """Global batches from the position after one on; ``None``: from the beginning."""
+        """Yield global batches from a position; ``None``: from the beginning."""
         items: list[tuple[int, list[Sample]]] = []
         first = int(start["item"]) if start else 0
         for at, rows in self.windows(start):
@@ -109,7 +109,7 @@ class SampleStream:
             first = 0
 
     def _plan(self, at: dict[str, Any], rows: list[tuple[int, Row]]) -> list[list[Sample]]:
-        """The items of a window; a stream of little use is refused once enough of it, or an epoch, has been seen."""
+        """Plan the items of a window; DataError if enough rows, or a full epoch, give no sample."""
         samples = self.samples(rows)
         self._read += samples.rows.meta["rows_read"]
         self._kept += len(samples)
@@ -122,7 +122,7 @@ class SampleStream:
         return [[samples.rows.row(int(row)) for row in samples.members(int(item))] for item in order]
 
     def samples(self, rows: Sequence[tuple[int, Row]]) -> Samples:
-        """The rows of a window as items in their order."""
+        """Encode the rows of a window as items, in order."""
         found: dict[int, EncodedRow] = {}
         for form in dict.fromkeys(self.formats):
             mine = [i for i, (source, _) in enumerate(rows) if self.formats[source] == form]
@@ -137,7 +137,7 @@ class SampleStream:
         return plan_items(TokenizedRows(Path(), {**counts, "sources": sources}, **arrays), "train", self._config)
 
     def windows(self, start: dict[str, Any] | None = None) -> Iterator[Window]:
-        """Windows without end from the beginning of one on, or from the first row."""
+        """Yield windows endlessly from the start of a window, or from the first row."""
         start = start or {"epoch": 0, "window": 0, "sources": [{} for _ in self.sources]}
         epoch, number = start["epoch"], start["window"]
         readers = [_Reader(**at) for at in start["sources"]]
@@ -161,13 +161,13 @@ class SampleStream:
 
 
 def prepare_samples(config: DataConfig, splits: Sequence[str], encoder: RowEncoder) -> dict[str, Samples]:
-    """Tokenize the named splits that the recipe has, or take them from the cache, and plan their items in memory.
+    """Tokenize the requested splits of the recipe or load them from the cache, and plan their items in memory.
 
-    Any number of processes may call it at the same time; one tokenizes. For a data.train that is streamed its first
-    rows stand: a window, but no more than 1,000.
+    Any number of processes may call it concurrently; only one tokenizes. A streamed data.train is represented by its
+    first rows: one window, at most 1,000 rows.
 
     Raises:
-        DataError: A source or row is bad, a split has no supervised token, or data.val_split leaves a side empty.
+        DataError: A source or row is invalid, a split has no supervised token, or data.val_split leaves a split empty.
         ConfigError: A source of a mix would never be read.
     """
     found: dict[str, Samples] = {}
@@ -194,9 +194,9 @@ def _first_samples(config: DataConfig, encoder: RowEncoder) -> Samples:
 
 
 class StreamLoader(Resumable):
-    """One rank's batches without end, and the position after each step.
+    """Infinite batches of one rank, and the position after each step.
 
-    Of ``data.num_workers`` one is used, as each would read and tokenize every row.
+    At most one of ``data.num_workers`` is used, because each worker would read and tokenize every row.
     """
 
     def __init__(
@@ -207,22 +207,22 @@ class StreamLoader(Resumable):
         pack_length = config.max_seq_length if config.packing else None
         self._collate = partial(collate_items, pack_length=pack_length, pad_id=pad_id, pairs=stream.pairs)
         self.begin: Callable[[], tuple[int, dict[str, Any] | None]] = lambda: (0, None)
-        """Step and position to begin at; asked for with the first batch, when a resumed Trainer knows them."""
+        """Return the start step and position; called with the first batch, when a resumed Trainer knows them."""
         self._ends: dict[int, dict[str, Any] | None] = {}
 
     def position(self, step: int) -> dict[str, Any] | None:
-        """The position after one of the last optimizer steps; one that Lightning ends early ends behind its batch."""
+        """Return the position after a recent optimizer step; a step that Lightning cuts short ends after its batch."""
         return self._ends[min(step, max(self._ends))] if self._ends else self.begin()[1]
 
     def record(self, step: int) -> dict[str, Any]:
-        """What the order depends on, and the position after a step, for a checkpoint."""
+        """Return everything that the order depends on, and the position after a step, for a checkpoint."""
         return {**self.stream.record(), "position": self.position(step)}
 
     def __iter__(self) -> Iterator[Batch]:
         step, position = self.begin()
-        position = self._ends.get(step, position)  # a Trainer may begin again
+        position = self._ends.get(step, position)  # a Trainer may restart
         if step and position is None and is_first_process():
-            _log.warning("the checkpoint of step %d has no position in a stream, which begins at its first rows", step)
+            _log.warning("the checkpoint of step %d has no stream position; the stream restarts at its first row", step)
         self._ends = {step: position}
         batches = _Batches(self.stream, position, self._cut, self._collate)
         for batch in load(batches, self._num_workers, self._pin_memory):
@@ -235,7 +235,7 @@ class StreamLoader(Resumable):
 
 
 class _Batches(IterableDataset[Any]):
-    """The batches of a rank; a DataError comes as the last of them."""
+    """Batches of a rank; a DataError is the last item."""
 
     def __init__(self, stream: SampleStream, start: dict[str, Any] | None, cut: Any, collate: Any) -> None:
         self._stream, self._start, self._cut, self._collate = stream, start, cut, collate
@@ -247,6 +247,6 @@ class _Batches(IterableDataset[Any]):
                 for mine in self._cut(np.arange(len(items))):
                     batch = self._collate([items[i][1] for i in mine])
                     yield {**batch, "row": torch.tensor([items[i][0] for i in mine]), _END: end}
-                    end = None  # with the first of them: the step may be ended early
+                    end = None  # with the first micro-batch, because the step may end early
         except DataError as error:
             yield error

@@ -1,14 +1,14 @@
-"""Which characters of a rendered conversation the assistant says: exactly, or the row is refused.
+"""Locate the characters of assistant turns in a rendered conversation: exactly, or the row is rejected.
 
-A second rendering has tags around what each assistant turn says (text, thoughts, names of called tools) and in what
-tools return. Without its tags it must be the same text, or the row is refused; with them it says where all stands. What
-the assistant says then goes from where the model takes over, behind the generation prompt, to the special token that
-makes it stop, whether that ends this turn or, as in GLM-4, begins the next. Results of tools are cut out where a
-template shows them inside of the turn, as Gemma 4 does.
+A second rendering has tags around the content of each assistant turn (text, reasoning, names of called tools) and in
+tool results. Without the tags it must equal the first text, or the row is rejected; the tags locate the content. The
+span of a turn then starts after the generation prompt and ends with the special token that stops the model, which
+either ends this turn or, as in GLM-4, begins the next. Tool results are excluded where a template writes them inside
+the turn, as Gemma 4 does.
 
-With ``{% generation %}`` marks, one or several per turn, the template says itself what is supervised; the tags then say
-whose a mark is and whether the marks hold all that the turn says. Marks around the content alone are extended to the
-special token behind them.
+With ``{% generation %}`` blocks, one or several per turn, the template itself marks what is supervised. The tags then
+assign each block to a turn and verify that the blocks cover its content. Blocks around the content only are extended to
+the following special token.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from lit_fsdp.errors import DataError
 _TAG = re.compile("\ue000(\\d+)([a-z]\\d*)\ue001")
 _BLANK_BEFORE_NOTHING = re.compile("\\s(\ue000\\d+s\ue001\ue000\\d+z\ue001)")
 _CONTENT = re.compile("\ue002(\\d+)\ue003")
-_END = re.compile(r"zq(\d+)x([az])", re.IGNORECASE)  # which no filter of a template changes but for its case
+_END = re.compile(r"zq(\d+)x([az])", re.IGNORECASE)  # template filters change only its case
 _WORD = re.compile("[\\w\ue002\ue003]+")
 _FIRST, _LAST, _THOUGHT, _NAME, _RESULT = "s", "z", "r", "c", "t"
 _QUESTION, _ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content": "\ue004"}
@@ -38,12 +38,12 @@ _MAX_KEPT = 4096
 
 
 Unwritten = tuple[str, str]
-"""A text that is not in the rendering, in words, and its role, or ``tools``."""
+"""Description of a text that is not in the rendering, and its role, or ``tools``."""
 Found = tuple[str, list[Span], list[Unwritten]]
 
 
 class _Tag(NamedTuple):
-    """Where something that a message says begins or ends in the text."""
+    """Start or end of a piece of message content in the text."""
 
     position: int
     message: int
@@ -57,7 +57,7 @@ class _Rendered(NamedTuple):
     text: str
     tagged: list[Message]
     runs: list[list[_Tag]]
-    """What stands where: tags in order, a run of them for each message in turn."""
+    """Tags in text order, grouped into runs of the same message."""
 
 
 class _Turn(NamedTuple):
@@ -65,13 +65,13 @@ class _Turn(NamedTuple):
 
     runs: list[list[_Tag]]
     start: int
-    """Where the model takes over; -1 if the text does not show it."""
+    """Where generation starts; -1 if the text does not show it."""
     openers: set[str]
-    """Special tokens that begin a turn of the assistant's, and so cannot end one."""
+    """Special tokens that begin an assistant turn, and so cannot end one."""
 
 
 class AssistantTurns:
-    """Finds assistant turns in what one template renders; a special token of the tokenizer ends them."""
+    """Find assistant turns in the output of a template; a special token of the tokenizer ends them."""
 
     def __init__(self, template: ChatTemplate, tokenizer: Any) -> None:
         self._template = template
@@ -82,13 +82,13 @@ class AssistantTurns:
         self._kept: dict[Any, Any] = {}
 
     def find(self, conversation: Conversation, wanted: Sequence[int], location: str) -> Found:
-        """The text of a conversation, the characters of its ``wanted`` turns, ends of turn included, and what it lacks.
+        """Return the text, the spans of its ``wanted`` turns including their end tokens, and the omitted texts.
 
-        Messages have no keys of ours; the half-open ranges are in order and apart; see :meth:`unwritten`. A DataError
-        says that the template refuses the row, or that its turns cannot be told exactly.
+        Messages must not have ``train`` keys. The half-open spans are sorted and disjoint; see :meth:`unwritten`.
+        Raises DataError if the template rejects the row, or if its turns cannot be located exactly.
         """
         messages = conversation.messages
-        if all(len(message) == 2 for message in messages):  # by a tagged conversation of the same roles
+        if all(len(message) == 2 for message in messages):  # reuses a tagged conversation of the same roles
             text, _ = self._template.render(conversation, location)
             roles = tuple((m["role"], None if m["content"].strip() else m["content"]) for m in messages)
             key = (roles, tuple(wanted), repr(conversation.tools), repr(conversation.template_kwargs))
@@ -101,17 +101,17 @@ class AssistantTurns:
         return text, spans, self.unwritten(conversation, text)
 
     def find_last(self, conversation: Conversation, location: str) -> Found:
-        """As :meth:`find` for the last turn, behind the prompt that the model is asked with.
+        """Like :meth:`find` for the last turn, after the prompt that is used in generation.
 
-        Some templates write earlier messages otherwise once they are answered: GPT-OSS leaves out what was thought
-        before a call, Mistral the system's words.
+        Some templates render earlier messages differently once they are answered: GPT-OSS omits the reasoning before
+        a call, Mistral the system prompt.
         """
         *before, _ = conversation.messages
         text, spans, lacks = self.find(conversation, [len(before)], location)
         asked, start = self._template.text_of(conversation, before, generation_prompt=True) or "", spans[0][0]
         last = before[-1]["content"].strip() if before else ""
         tails = [self._tail(text[:start]), f"{last}{text[:start].rpartition(last)[2]}" if last else ""]
-        for prompt in (asked, asked.rpartition("<think>")[0]):  # whose thoughts the turn may show otherwise
+        for prompt in (asked, asked.rpartition("<think>")[0]):  # the turn may render the reasoning differently
             if any(tail and prompt.endswith(tail) for tail in tails):
                 if prompt != text[:start]:
                     lacks = self.unwritten(replace(conversation, messages=before), asked, generation_prompt=True)
@@ -120,10 +120,10 @@ class AssistantTurns:
         return text, spans, lacks
 
     def unwritten(self, conversation: Conversation, text: str, *, generation_prompt: bool = False) -> list[Unwritten]:
-        """Texts of others than the assistant, and tools, that do not stand whole in what the template has written.
+        """Return non-assistant texts, and tools, that the template omits in part or in full.
 
-        Another rendering has marks at both ends of each. Where marks change more than themselves, as in a template that
-        compares messages, one text at a time is marked, and if need be its words are looked for.
+        Another rendering has marks at both ends of each text. If the marks change other parts of the rendering, as in a
+        template that compares messages, texts are marked one at a time; as a last resort, their words are searched for.
         """
         messages, tools = conversation.messages, conversation.tools or []
         said = {i: m["content"] for i, m in enumerate(messages) if m["role"] != "assistant" and m["content"].strip()}
@@ -145,17 +145,17 @@ class AssistantTurns:
         return [(names.get(i, f"message {i} ({kind})"), kind) for i, kind in named]
 
     def _tail(self, text: str) -> str:
-        """A text from its last special token on; nothing without one."""
+        """Return the text from its last special token; empty without special tokens."""
         return text[max((match.start() for match in self._token.finditer(text)), default=len(text)) :]
 
     def _shape(self, conversation: Conversation, wanted: Sequence[int], location: str) -> tuple[list[str], Any]:
-        """The text with a place for each content, in pieces, not supervised and supervised in turn; what it lacks."""
+        """Return text with content placeholders as alternating unsupervised and supervised pieces, omitted texts."""
         said = enumerate(conversation.messages)
         messages = [{**m, "content": f"\ue002{i}\ue003" if m["content"].strip() else m["content"]} for i, m in said]
         placed = replace(conversation, messages=messages)
         try:
             text, spans = self._by_tags(placed, wanted, location)
-        except DataError:  # which is said of the row itself
+        except DataError:  # raised again for the row itself
             return [], []
         pieces = [text[a:b] for a, b in pairwise([0, *chain.from_iterable(spans), len(text)])]
         return pieces, self.unwritten(placed, text)
@@ -184,9 +184,9 @@ class AssistantTurns:
             said = "".join(text[a:b] for a, b in spans)
             if not _is_whole(conversation.messages[index], turns[index], said) or min(chain(*spans), default=-1) < 0:
                 raise DataError(
-                    f"{location}: the chat template does not show assistant turn {index} whole, so that it cannot be "
-                    "marked\n  fix:     give data.chat_template with {% generation %} … {% endgeneration %} around all "
-                    "that it says and its end of turn, outside any macro, set block or filter"
+                    f"{location}: the chat template does not write assistant turn {index} in full, so it cannot be "
+                    "masked\n  fix:     set a data.chat_template with {% generation %} … {% endgeneration %} around "
+                    "the whole turn and its end token, outside any macro, set block or filter"
                 )
             found += spans
         inside = np.zeros(len(text) + 1, bool)
@@ -196,18 +196,18 @@ class AssistantTurns:
         return text, list(zip(borders[::2], borders[1::2], strict=True))
 
     def _tagged(self, conversation: Conversation, text: str, location: str) -> _Rendered:
-        """Render with tags, outside or inside of the blanks around what is said; the text must be the same."""
+        """Render with tags, outside or inside the whitespace around the content; the text must be the same."""
         for strips in (False, True):
             messages = [_with_tags(message, index, strips) for index, message in enumerate(conversation.messages)]
             tagged = self._template.text_of(conversation, messages) or ""
-            for variant in (tagged, _BLANK_BEFORE_NOTHING.sub(r"\1", tagged)):  # which some write before a text only
+            for variant in (tagged, _BLANK_BEFORE_NOTHING.sub(r"\1", tagged)):  # some write it only before text
                 clean, tags = _read_tags(variant)
                 if clean == text:
                     runs = [list(run) for _, run in groupby(tags, lambda tag: tag.message)]
                     return _Rendered(conversation, text, messages, runs)
         raise DataError(
-            f"{location}: the chat template does something else with this conversation once its texts are tagged, so "
-            "that assistant turns cannot be told from the rest\n  fix:     set another data.chat_template"
+            f"{location}: the chat template renders this conversation differently once its texts are tagged, so "
+            "assistant turns cannot be located\n  fix:     set another data.chat_template"
         )
 
     def _turn(self, rendered: _Rendered, index: int) -> _Turn:
@@ -218,7 +218,7 @@ class AssistantTurns:
         before = rendered.runs[number - 1][-1].position if number else 0
         prompt, text = self._prompt(rendered.conversation, index), rendered.text
         start = -1 if text[before:first].strip() else before
-        # a turn that shows other thoughts than the prompt begins behind the prompt's header alone
+        # a turn whose reasoning differs from the prompt starts after the header of the prompt only
         for header in (prompt.partition("<think>")[0], prompt):
             at = text.rfind(header, 0, first)
             if header and at >= 0 and at + len(header) >= before:
@@ -228,24 +228,24 @@ class AssistantTurns:
         return _Turn(runs, start, {*openers, self._bos} - {self._eos})
 
     def _prompt(self, conversation: Conversation, index: int) -> str:
-        """What stands before a turn: its header, or the end of what is before it where an earlier turn goes on."""
+        """Return the text before a turn: its header, or, where it continues an earlier turn, the end of that text."""
         before = conversation.messages[:index]
         header = self._header(conversation, before)
         asked = "" if header else self._template.text_of(conversation, before, generation_prompt=True) or ""
         return header or self._tail(asked) or asked
 
     def _header(self, conversation: Conversation, before: list[Message]) -> str:
-        """The generation prompt behind some messages; of a template without one, what it writes before an answer."""
+        """Return the generation prompt after messages; without a generation prompt, the text before an answer."""
         key = (*(message["role"] for message in before), bool(conversation.tools), repr(conversation.template_kwargs))
         return str(self._remembered(key, lambda: self._new_header(conversation, before)))
 
     def _new_header(self, conversation: Conversation, before: list[Message]) -> str:
-        for messages in (before, [_QUESTION]):  # which is never refused
+        for messages in (before, [_QUESTION]):  # the question is never rejected
             asked = self._template.text_of(conversation, messages, generation_prompt=True)
             plain = self._template.text_of(conversation, messages)
             if asked is None or plain is None:
                 continue
-            if asked == plain:  # the header is left to whoever asks; a blank goes with the word behind it
+            if asked == plain:  # no generation prompt; a space belongs to the following word
                 answered = self._template.text_of(conversation, [*messages, _ANSWER]) or ""
                 asked = answered.rpartition(_ANSWER["content"])[0].rstrip(" ")
             cut = num_alike(asked, plain)
@@ -254,7 +254,7 @@ class AssistantTurns:
         return ""
 
     def _marked(self, rendered: _Rendered, turns: dict[int, _Turn], index: int, marks: Sequence[Span]) -> list[Span]:
-        """The marks of one turn, to the special token behind; none if they do not hold what the turn says."""
+        """Return the marks of one turn up to the following special token; none if they do not cover its content."""
         spans = [mark for mark in marks if _owner(rendered.runs, turns, mark) == index]
         said = [tag for run in turns[index].runs for tag in run if tag.kind != _THOUGHT]
         holders = [[end for start, end in spans if start <= tag.position <= end] for tag in said]
@@ -267,9 +267,9 @@ class AssistantTurns:
         return [*spans, (end, max(end, self._end(rendered, turns[index], said[-1], end)))]
 
     def _end(self, rendered: _Rendered, turn: _Turn, last: _Tag, least: int = 0) -> int:
-        """Behind the special token that ends what a turn says, if one does; -1 if a call is not shown whole."""
+        """Return the end of a turn, including its special token, if any; -1 if a call is not fully rendered."""
         end, text = last.position, rendered.text
-        if last.kind[0] == _NAME:  # the arguments end where they do in the same conversation up to this turn
+        if last.kind[0] == _NAME:  # the arguments end as in the same conversation truncated after this turn
             before = rendered.tagged[: last.message + 1]
             alone, tags = _read_tags(self._template.text_of(rendered.conversation, before) or "")
             behind = [tag.position for tag in dropwhile(lambda tag: tag[1:] != last[1:], tags)]
@@ -290,15 +290,15 @@ class AssistantTurns:
 
 
 def supervised_turns(messages: Sequence[Message], supervise: str, whole: bool, location: str) -> list[int]:
-    """Assistant turns that are supervised, by ``data.supervise`` and ``train`` of messages; of the ``whole`` those not.
+    """Return supervised assistant turns by ``data.supervise`` and ``train``; with ``whole``, the unsupervised ones.
 
-    DataError if ``train`` of a message of another role asks for what it cannot have.
+    Raises DataError if a message of another role has a ``train`` value that cannot be applied.
     """
     for index, message in enumerate(messages):
         train = message.get("train")
         if message["role"] != "assistant" and train is not None and train is not whole:
             said = f"train: {str(train).lower()} on a message of the role {message['role']}"
-            raise DataError(f"{location}: message {index}: {said}\n  allowed: on those of the assistant")
+            raise DataError(f"{location}: message {index}: {said}\n  allowed: on assistant messages")
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if whole:
         return [i for i in turns if messages[i].get("train") is False]
@@ -308,7 +308,7 @@ def supervised_turns(messages: Sequence[Message], supervise: str, whole: bool, l
 
 
 def _with_tags(message: Message, index: int, strips: bool) -> Message:
-    """The message with tags around what the assistant says, or before what a tool returns."""
+    """Return the message with tags around assistant content, or before a tool result."""
 
     def tag(kind: str) -> str:
         return f"\ue000{index}{kind}\ue001"
@@ -335,7 +335,7 @@ def _with_tags(message: Message, index: int, strips: bool) -> Message:
 
 
 def _with_ends(conversation: Conversation, numbers: Collection[int]) -> Conversation:
-    """The conversation with marks at both ends of some texts; of tools, numbered on, behind name and description."""
+    """Return the conversation with marks at both ends of some texts; for tools, after name and description."""
     messages, tools = list(conversation.messages), list(conversation.tools or [])
     for i in numbers:
         first, last = f"zq{i}xa", f"zq{i}xz"
@@ -353,19 +353,19 @@ def _with_ends(conversation: Conversation, numbers: Collection[int]) -> Conversa
 
 
 def _is_missing(said: str, text: str) -> bool:
-    """Whether most words are nowhere in the text, which may write them in another form."""
+    """Whether most words are missing from the text, which may render them in another form."""
     words = set(_WORD.findall(said.casefold()))
     return 2 * sum(word not in text.casefold() and json.dumps(word)[1:-1] not in text for word in words) > len(words)
 
 
 def _in_front(tag: str, text: str) -> str:
-    """The text with a tag before its first character that is no blank; one of blanks, or none, as it is."""
+    """Insert a tag before the first non-whitespace character; blank text is unchanged."""
     at = len(text) - len(text.lstrip())
     return text[:at] + tag + text[at:] if text.strip() else text
 
 
 def _read_tags(tagged: str) -> tuple[str, list[_Tag]]:
-    """The text without its tags, and where they were; of a name, which results may repeat, the first alone."""
+    """Return the text without tags, and the tags; for a name, which results may repeat, only the first."""
     texts, tags, at = _TAG.split(tagged), list[_Tag](), 0
     for text, message, kind in zip(texts[::3], texts[1::3], texts[2::3], strict=False):
         at += len(text)
@@ -375,14 +375,14 @@ def _read_tags(tagged: str) -> tuple[str, list[_Tag]]:
 
 
 def _owner(runs: Sequence[list[_Tag]], turns: dict[int, _Turn], mark: Span) -> int | None:
-    """The message that a mark belongs to; ``None`` if it holds something of several."""
+    """Return the message that a mark belongs to; ``None`` if it covers several messages."""
     inside = {tag.message for run in runs for tag in run if mark[0] <= tag.position <= mark[1]}
     begun = [index for index, turn in turns.items() if 0 <= turn.start <= mark[0]]
     return (inside.pop() if len(inside) == 1 else None) if inside else begun[-1] if begun else None
 
 
 def _is_whole(message: Message, turn: _Turn, said: str) -> bool:
-    """Whether a turn shows its text, once, and its calls: names, and names of arguments, whose values vary in form."""
+    """Whether a turn has its text once, and the names of its calls and arguments; argument values vary in form."""
     calls, kinds = message.get("tool_calls") or [], [tag.kind for run in turn.runs for tag in run]
     has_text = bool(message["content"].rpartition("</think>")[2].strip()) or not calls
     names = [str(name) for call in calls for name in call["function"]["arguments"]]

@@ -1,7 +1,7 @@
-"""Loader processes, and signals: one to a whole job must not end them before the rank they work for.
+"""Loader processes that ignore signals sent to the whole job, so that they do not end before their rank.
 
-SLURM, a terminal and ``kill -- -GROUP`` send a signal to every process. A loader that dies of it makes its rank fail
-where it should have saved; one that inherits its rank's handlers reports every signal to it a second time.
+SLURM, a terminal and ``kill -- -GROUP`` send a signal to every process. If a loader died of it, its rank would fail
+instead of saving a checkpoint. If a loader inherited the handlers of its rank, it would report every signal again.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 def load(
     dataset: Dataset[Any], num_workers: int, pin_memory: bool = False, sampler: Iterable[Any] | None = None
 ) -> Iterator[Any]:
-    """What torch's loader processes make, one by one and in order; they live through signals to the whole job.
+    """Yield the items of torch loader processes in order; these processes survive signals to the whole job.
 
-    ``dataset`` maps what ``sampler`` gives, which is asked as late as the loaders need it, or is an iterable one. An
-    error that it gives is raised here, as it is; of one that it raises torch would make another, with a traceback.
+    ``dataset`` is either iterable or maps items of ``sampler``, which is read lazily. An error that ``dataset`` returns
+    is raised here unchanged; an error raised in a loader would be wrapped by torch together with a traceback.
     """
     loader: DataLoader[Any] = DataLoader(
         dataset,
@@ -36,11 +36,11 @@ def load(
         num_workers=num_workers,
         collate_fn=_as_it_is,
         pin_memory=pin_memory,
-        generator=torch.Generator(),  # the global one stays as it is, which resuming relies on
+        generator=torch.Generator(),  # resuming relies on an unchanged global generator
         worker_init_fn=partial(obey_parent_only, os.getpid()),
     )
-    return_freed_memory()  # a forked loader would hold on to what this process is about to write over
-    # loaders begin with signals blocked, and nothing is lost for this process
+    return_freed_memory()  # a forked loader would keep pages that this process overwrites
+    # loaders start with signals blocked; this process still receives them afterwards
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED)
     try:
         items = iter(loader)
@@ -48,7 +48,7 @@ def load(
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     for item in items:
         if isinstance(item, Exception):
-            del items  # its processes end now, not when the traceback is let go
+            del items  # ends its processes now, not when the traceback is released
             raise item
         yield item
 
@@ -58,8 +58,8 @@ def _as_it_is(item: Any) -> Any:
 
 
 def obey_parent_only(parent: int, worker_id: int) -> None:
-    """Called first in a loader: from now on only its parent can ask it to end (SIGTERM), and does when it dies."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads of tokenizers do not survive a fork
+    """Initialize a loader: it ends only on SIGTERM from its parent, or when its parent dies."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # tokenizer threads do not survive a fork
     signal.set_wakeup_fd(-1)
     signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED)  # already so if it was forked
     threading.Thread(target=_wait_for_parent, args=(parent,), name="signals", daemon=True).start()
@@ -70,6 +70,6 @@ def _wait_for_parent(parent: int) -> None:
         received = signal.sigtimedwait(_IGNORED, 1.0)
         return bool(received and received.si_signo == signal.SIGTERM and received.si_pid == parent)
 
-    # torch's loaders look only between batches, which one that is stuck never reaches
+    # torch loaders check their parent only between batches, which a stuck loader never reaches
     wait_until_orphaned(parent, is_asked)
     os._exit(0)

@@ -1,1 +1,1 @@
-"""Whether two recipes, or a recipe and a plain PyTorch loop, train alike, and which choice makes the difference."""
+"""Compare the training of two recipes, or of a recipe and a plain PyTorch loop, and find the setting that differs."""

@@ -1,6 +1,6 @@
-"""The choices in which two recipes differ, and the way from one to the other, choice by choice.
+"""Settings in which two recipes differ, and runs that change one recipe to the other, one setting at a time.
 
-A recipe is a flat mapping here, value by full key, with ``class_path`` and ``init_args`` for our own classes too.
+Here a recipe is a flat mapping from full key to value, with ``class_path`` and ``init_args`` also for our own classes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SHARED = (
     *(f"{DATA}.{key}" for key in ("val", "val_split", "test", "predict")),
     *(f"trainer.{key}" for key in ("profiler", "default_root_dir", "val_check_interval", "check_val_every_n_epoch")),
 )
-"""The model, the rows, and what does not change how a recipe trains: both sides have it from the first recipe."""
+"""Model, rows, and keys that do not affect training: both sides use those of the first recipe."""
 _NONE = ("attn_implementation", "neftune_alpha", "loss.chunk_tokens", "optim.optimizer_args")
 _OFF = {
     "trainer.callbacks": None,
@@ -47,15 +47,15 @@ _OFF = {
     DEVICES: 1,
     f"{STRATEGY}.engine": "single",
 }
-"""Nothing switched on that is a choice: what the plain loop does, by way of lit_fsdp."""
+"""All optional features off: the settings of lit_fsdp that match the plain loop."""
 
 
 class RunRefused(Exception):
-    """A run that did not come to its end, with what it said."""
+    """A failed run, with its error."""
 
 
 def flat(values: Mapping[str, Any]) -> Recipe:
-    """A resolved recipe by full key, with devices and the global batch, which must not change with them, as numbers."""
+    """Flatten a resolved recipe by full key; devices and the global batch (independent of devices) become numbers."""
     found = {}
     for key, value in leaves(values):
         section, _, rest = key.partition(".")
@@ -73,7 +73,7 @@ def flat(values: Mapping[str, Any]) -> Recipe:
 
 
 def nested(recipe: Recipe) -> dict[str, Any]:
-    """The recipe as a file has it."""
+    """Return the recipe as nested mappings, as in a file."""
     found = Namespace()
     for key, value in recipe.items():
         found[key] = value
@@ -81,12 +81,12 @@ def nested(recipe: Recipe) -> dict[str, Any]:
 
 
 def with_shared(recipe: Recipe, first: Recipe) -> Recipe:
-    """The recipe with the model and the rows of the first one."""
+    """Return the recipe with the model and the rows of the first recipe."""
     return _turned(recipe, first, [key for key in recipe | first if _is_in(key, _SHARED)])
 
 
 def plain_side(recipe: Recipe) -> Recipe:
-    """The recipe that comes nearest to the plain loop; of its classes' arguments only what ours take is kept."""
+    """Return the recipe closest to the plain loop, with only those class arguments that our own classes take."""
     changes = _OFF | {f"{DATA}.micro_batch_size": recipe.get(f"{DATA}.global_batch_size")}
     kept = {key: value for key, value in recipe.items() if not _is_in(key, changes)}
     found = kept | {key: new for key, new in changes.items() if any(_is_in(one, [key]) for one in recipe)}
@@ -107,14 +107,14 @@ def _turned(recipe: Recipe, other: Recipe, keys: Iterable[str]) -> Recipe:
 
 
 def differing(one: Recipe, other: Recipe) -> dict[str, list[str]]:
-    """Keys in which two recipes differ, by choice.
+    """Return the keys in which two recipes differ, grouped by choice.
 
-    A choice is a key of the Trainer, of the strategy or of a class with all below it. Degrees and offload go with the
-    sharding, and the arguments that one class has and the other has not with the class.
+    A choice is a key of the Trainer, of the strategy or of a class, with all nested keys. Degrees and offload belong to
+    the sharding; arguments that only one of two classes has belong to the class.
     """
     keys = [key for key in one | other if key not in one or key not in other or one[key] != other[key]]
     found: dict[str, list[str]] = {}
-    for key in sorted(keys, key=lambda key: key.startswith("trainer.")):  # last, as what is seldom the reason
+    for key in sorted(keys, key=lambda key: key.startswith("trainer.")):  # last, because they are rarely the reason
         section, *rest = key.split(".")
         if section not in ("trainer", "model", "data"):
             continue
@@ -130,7 +130,7 @@ def differing(one: Recipe, other: Recipe) -> dict[str, list[str]]:
 
 @dataclass(frozen=True)
 class Turn:
-    """Two runs between which one choice was turned, or all those that were left."""
+    """Two runs between which one choice, or all remaining choices, changed."""
 
     name: str
     before: str
@@ -139,11 +139,11 @@ class Turn:
 
 
 def turns(one: Recipe, other: Recipe, goal: Trace, run: Callable[[Recipe], Trace]) -> list[Turn]:
-    """Go from one recipe to another, choice by choice, until a run is equal to the last one.
+    """Change one recipe to another, choice by choice, until a run equals the last run.
 
-    What a choice makes differ is what its two neighboring runs differ by, so that all of it is found on the way. One
-    that is refused is tried again later, as one rank before the engine that takes only one. ``goal`` is the run of
-    ``other``, or of the loop that it comes nearest to.
+    The effect of a choice is the difference between its two consecutive runs, so that every effect is found. A rejected
+    choice is retried later: for example, an engine for a single rank only works after the change to one rank. ``goal``
+    is the run of ``other``, or of the plain loop closest to it.
     """
     here, trace, found, left = one, run(one), [], differing(one, other)
     waiting = list(left)

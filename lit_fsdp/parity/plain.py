@@ -1,6 +1,6 @@
-"""What a recipe is measured against: a loop in plain PyTorch, one process, fp32, without a line of lit_fsdp.
+"""Reference for recipes: a plain PyTorch loop in one process, in fp32, without any code of lit_fsdp.
 
-Every optimizer step takes the rows of one global batch, one after the other and without padding, and the mean of the
+Every optimizer step processes the rows of one global batch one at a time, without padding. The loss is the mean
 cross-entropy over all their supervised tokens.
 """
 
@@ -13,16 +13,16 @@ import torch
 from torch.nn import functional as F
 
 Row = tuple[torch.Tensor, torch.Tensor]
-"""Token ids and labels of a conversation, int64 (T,); -100 where nothing is supervised."""
+"""Token ids and labels of a conversation, int64 (T,); -100 for unsupervised tokens."""
 
 
 def train_plain(
     model: Any, batches: Iterable[tuple[float, list[Row]]], adamw: dict[str, Any], clip: dict[str, float | None]
 ) -> Iterator[tuple[float, float]]:
-    """Train a causal LM step by step; yields the loss and the gradient norm, before clipping, of each.
+    """Train a causal LM; yields the loss and the gradient norm (before clipping) of each step.
 
-    ``batches`` are the learning rate and the rows of every step, ``adamw`` has its ``betas``, ``eps`` and the
-    ``weight_decay`` of matrices, and ``clip`` a limit by ``norm`` or by ``value``, None for none.
+    ``batches`` has the learning rate and the rows of every step. ``adamw`` has ``betas``, ``eps`` and the
+    ``weight_decay`` of matrices. ``clip`` has a limit by ``norm`` or by ``value``, or None.
     """
     trained = [param for param in model.parameters() if param.requires_grad]
     matrices: dict[str, Any] = {"params": [param for param in trained if param.ndim >= 2]}

@@ -1,4 +1,4 @@
-"""What a run comes to after each optimizer step, and how far two runs are apart."""
+"""Record a run after each optimizer step, and compute the differences between two runs."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from itertools import zip_longest
 import torch
 
 _MOST = 2**14
-"""Elements kept of a parameter, evenly spread over it, or nearly twice as many; of a miniature that is all."""
+"""Evenly spaced elements kept per parameter (at most twice as many); for a miniature, all elements."""
 Apart = tuple[float | None, float | None, float]
-"""Relative differences of two runs in one step: of loss and gradient norm, None where one of them does not tell, and
-‖Δ‖ of all weights by how far the first run has moved them from its start; before the first step by ‖w‖."""
+"""Relative differences of two runs in one step: of loss and gradient norm (None if one run lacks it), and ‖Δ‖ of all
+weights relative to their change in the first run since its start; before the first step relative to ‖w‖."""
 TOLERANCES = {"fp32": (1e-5, 1e-4, 1e-3), "fp16": (1e-3, 1e-2, 2e-1), "bf16": (1e-2, 5e-2, 5e-1)}
-"""How large they may be, by dtype, the finest first; in fp32 only the order of summation may differ."""
+"""Tolerances of these differences by dtype, finest first; in fp32 only the summation order may differ."""
 
 
 @dataclass
 class Trace:
-    """What a run has come to before its first step and after each."""
+    """Record of a run before its first step and after each step."""
 
     compute_dtype: str
     reduce_dtype: str
@@ -29,7 +29,7 @@ class Trace:
     weights: list[dict[str, torch.Tensor]] = field(default_factory=list)
 
     def add(self, loss: float | None, gradient_norm: float | None, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Note loss and gradient norm of a step, None where not known, and the weights after it, whole, by name."""
+        """Record loss and gradient norm of a step (None if unknown), and the full weights after it by name."""
         self.losses.append(loss)
         self.gradient_norms.append(gradient_norm)
         flat = ((name, weight.detach().flatten()) for name, weight in weights)
@@ -39,27 +39,27 @@ class Trace:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two runs beside each other, step by step; step 0 is before the first."""
+    """Comparison of two runs by step; step 0 is before the first step."""
 
     dtype: str
-    """That decides what is allowed."""
+    """Dtype that determines the tolerances."""
     losses: list[tuple[float | None, float | None]]
     steps: list[Apart]
     first: int | None
-    """The first step in which they differ by more than is allowed."""
+    """First step whose differences exceed the tolerances."""
     largest: float
-    """The largest difference in units of what is allowed."""
+    """Largest difference relative to its tolerance."""
 
 
 def compare(one: Trace, other: Trace) -> Comparison:
-    """Compare two runs, by the coarsest dtype that one of them computes in, or in which both sum gradients.
+    """Compare two runs with tolerances of the coarsest dtype in which either computes, or both reduce gradients.
 
-    Gradients that only one of them sums in a coarser dtype are a difference to be found.
+    If only one run reduces gradients in a coarser dtype, this should show as a difference.
     """
     order = list(TOLERANCES)
     reduce = min(one.reduce_dtype, other.reduce_dtype, key=order.index)
     dtype = max(one.compute_dtype, other.compute_dtype, reduce, key=order.index)
-    losses = list(zip_longest(one.losses, other.losses, fillvalue=math.nan))  # of a step that one has not taken
+    losses = list(zip_longest(one.losses, other.losses, fillvalue=math.nan))  # nan: missing step of one run
     norms = list(zip_longest(one.gradient_norms, other.gradient_norms))
     steps = [
         (_relative(*losses[step]), _relative(*norms[step]), _weights_apart(one, other, step))
@@ -83,7 +83,7 @@ def _relative(one: float | None, other: float | None) -> float | None:
 
 def _weights_apart(one: Trace, other: Trace, step: int) -> float:
     if step >= min(len(one.weights), len(other.weights)) or one.weights[step].keys() != other.weights[step].keys():
-        return math.inf  # one of them has ended, or other parameters are trained
+        return math.inf  # a run has ended, or trained parameters differ
     ours, theirs, start = one.weights[step], other.weights[step], one.weights[0]
     apart = sum(float((ours[name] - theirs[name]).double().square().sum()) for name in ours)
     moved = sum(float((ours[name] - start[name] * bool(step)).double().square().sum()) for name in ours)

@@ -1,4 +1,4 @@
-"""What each rank of a recipe holds at its highest moment, by kind, and how long a step takes, before anything runs."""
+"""Predict the peak memory of each rank of a recipe, by kind, and the time of a step, without running it."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from lit_fsdp.plan.simulate import StepMemory, step_memory
 
 T = TypeVar("T")
 
-# Assumed: what no tensor shows on a GPU (the CUDA context, NCCL's buffers, workspaces of cuBLAS); the share of its
-# memory that tensors may fill, without what the driver keeps and what fragments; of a node, one port of 400 Gbit/s in
-# each direction; the share of the peak at which blocks compute. Of a node's host: what its memory moves when all cores
-# step, a copy from one GPU to memory that is not pinned, what a rank takes beside tensors (Python, libraries, loaders),
-# the share of it that ranks may fill.
+# Assumptions. Per GPU: memory outside of tensors (CUDA context, NCCL buffers, cuBLAS workspaces); share of its memory
+# usable for tensors, without driver memory and fragmentation. Per node: one port of 400 Gbit/s in each direction. Share
+# of the peak rate that blocks reach. Per host: memory bandwidth with all cores stepping, copy rate from one GPU to
+# unpinned memory, memory of a rank outside of tensors (Python, libraries, loaders), share of its memory that ranks may
+# use.
 OVERHEAD_BYTES = int(1.5 * 2**30)
 USABLE = 0.97
 NETWORK_GB_PER_SECOND = 50.0
@@ -48,9 +48,9 @@ _GATHERS = {"full_shard": 2, "shard_grad_op": 1, "no_shard": 0, "hybrid_shard": 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes of the rank that holds most between steps, which ``offloads`` puts in host memory, and at work.
+    """Bytes of the rank with most memory: state between steps (in host memory if ``offloads``) and during a step.
 
-    ``largest_tensor`` is what a load holds at most beside the shards.
+    ``largest_tensor`` is the maximum that loading needs besides the shards.
     """
 
     parameters: int
@@ -62,16 +62,16 @@ class RankMemory:
 
     @property
     def peak(self) -> int:
-        """At the highest moment of a step, on the device."""
+        """Peak bytes on the device during a step."""
         return (0 if self.offloads else self.parameters + self.optimizer) + self.step.total
 
     def room(self, gib: float) -> float:
-        """Bytes that are left on a GPU of this size; below 0 if it does not fit."""
+        """Return the free bytes on a GPU of this size; negative if the run does not fit."""
         return gib * USABLE * 2**30 - OVERHEAD_BYTES - self.peak
 
 
 def _once(function: Callable[..., T]) -> Callable[..., T]:
-    """Remember answers: a simulated step takes a second or two, and a search asks for the same ones again."""
+    """Cache results: a simulated step takes one or two seconds, and a search repeats calls."""
     known: dict[str, T] = {}
 
     @functools.wraps(function)
@@ -94,13 +94,13 @@ def rank_memory(run: RunConfig) -> RankMemory:
     step = step_memory(run, state["gradient_bytes"], accumulates=steps > 1)
     row = strategy.precision_config.row
     if steps > 1 and strategy.is_sharded and not strategy.sync_each_micro_batch:
-        # whole gradients wait on the device for the last micro-batch, in the dtype in which they are reduced
+        # full gradients stay on the device until the last micro-batch, in the reduction dtype
         divided = _expert_params(run) if strategy.expert_parallel > 1 else set()
         numbers = (p.numel() // (strategy.expert_parallel if p in divided else 1) for p in params if p.requires_grad)
         waiting = sum(numbers) * TORCH_DTYPES[row.reduce].itemsize
         step = dataclasses.replace(step, gradients=0, reduced=step.reduced + waiting)
     largest = max(p.numel() for p in params) * TORCH_DTYPES[row.param].itemsize
-    if strategy.offloads:  # a shard arrives as it is stored, and is cast on the device
+    if strategy.offloads:  # a shard arrives in its stored dtype, and is cast on the device
         shards = mesh_shape(strategy, run.num_nodes, run.world_size)[1]
         step = dataclasses.replace(step, gathered=step.gathered + largest // shards)
     return RankMemory(
@@ -114,15 +114,15 @@ def rank_memory(run: RunConfig) -> RankMemory:
 
 
 def host_memory(run: RunConfig) -> dict[str, int]:
-    """Bytes of host memory that the ranks of a node take, by kind and in ``total``, by arithmetic.
+    """Compute the host memory in bytes of the ranks of a node, by kind and in ``total``.
 
-    ``state`` is what offload keeps there, ``rounding`` what pinned blocks are larger than that, ``staged`` the copy of
-    saves in the background (pinned as it is; of a checkpoint in one file on the first node), ``processes`` all else.
+    ``state`` is offloaded state, ``rounding`` the excess size of pinned blocks, ``staged`` the (pinned) copy for
+    background saves (for a checkpoint in one file, on the first node), ``processes`` everything else.
     """
     assert run.world_size is not None
     strategy, state, ranks = settled_strategy(run), _largest_state(run), run.world_size // run.num_nodes
     copies, shards = mesh_shape(strategy, run.num_nodes, run.world_size)
-    # a checkpoint has no frozen base
+    # checkpoints do not include a frozen base
     saved = state["gradient_bytes" if run.model.lora else "parameter_bytes"] + state["optimizer_bytes"]
     staged = saved * shards if strategy.state_dict == "full" else saved * ranks // copies
     staged *= run.checkpoint.in_background(device_type(run) != "cpu", strategy.offloads)
@@ -133,7 +133,7 @@ def host_memory(run: RunConfig) -> dict[str, int]:
 
 
 def least_bytes(run: RunConfig) -> int:
-    """What the rank that holds most keeps, whatever the batch, weights that stay gathered included; not simulated."""
+    """Return the minimum bytes of the largest rank for any batch, including weights that stay gathered, unsimulated."""
     strategy = settled_strategy(run)
     if strategy.offloads:
         return 0
@@ -146,7 +146,7 @@ def least_bytes(run: RunConfig) -> int:
 
 
 def zero_table(run: RunConfig) -> dict[str, int]:
-    """Bytes of parameters, gradients and AdamW state per rank: whole, and by the stages of ZeRO (arXiv:1910.02054)."""
+    """Return bytes of parameters, gradients and AdamW state per rank: full, and by ZeRO stage (arXiv:1910.02054)."""
     assert run.world_size is not None
     alone = dataclasses.replace(
         run.strategy, engine="ddp", sharding="no_shard", cpu_offload=False, context_parallel=1, expert_parallel=1
@@ -160,7 +160,7 @@ def zero_table(run: RunConfig) -> dict[str, int]:
 
 
 def _largest_state(run: RunConfig) -> dict[str, int]:
-    """Of the rank that holds most."""
+    """Return the state of the largest rank."""
     assert run.world_size is not None
     strategy = settled_strategy(run)
     module, plan = _planned(run)
@@ -171,7 +171,7 @@ def _largest_state(run: RunConfig) -> dict[str, int]:
 
 
 def _planned(run: RunConfig) -> tuple[Any, UnitPlan]:
-    """The whole model on meta and its units: once for all choices that change neither."""
+    """Return the full model on the meta device and its units, cached for all choices that change neither."""
     given = settled_strategy(run)
     names = ("engine", "wrap", "precision", "compile", "expert_parallel")
     alike = StrategyConfig(**{name: getattr(given, name) for name in names})
@@ -193,18 +193,18 @@ def _state_of(rank: dict[str, int]) -> int:
     return sum(size for kind, size in rank.items() if kind.endswith("_bytes"))
 
 
-# What an optimizer step sends. Every collective is counted as a ring over its ranks, neighbors in the same node side by
-# side, as NCCL lays them: an all-gather or reduce-scatter of S bytes over n ranks makes each rank pass on S (n-1)/n
-# bytes, an all-reduce twice that. A ring leaves a node once, so these are also the bytes that leave the node, however
-# many of its ranks are in the ring; rings of different ranks of a node (the copies of hybrid sharding) add up.
+# Communication of an optimizer step. Every collective counts as a ring over its ranks, with ranks of a node adjacent,
+# as in NCCL: for an all-gather or reduce-scatter of S bytes over n ranks, each rank sends S (n-1)/n bytes, for an
+# all-reduce twice as many. A ring leaves a node once, so the same number of bytes leaves the node for any number of its
+# ranks in the ring; rings of different ranks of a node (the copies of hybrid sharding) add up.
 
 
 def sent_bytes(gathered: float, reduced: float, mesh: tuple[int, int], ranks_per_node: int = 8) -> tuple[float, float]:
-    """Bytes that an optimizer step makes a rank pass on to its neighbor, and a node to the next one, at most.
+    """Return the maximum bytes that a rank sends to its neighbor, and a node to the next node, per optimizer step.
 
-    ``gathered`` and ``reduced`` are bytes of whole parameters and gradients, over all gathers and reductions of the
-    step. Gradients are reduce-scattered over the ranks of a copy and all-reduced over copies. ``mesh`` is copies of the
-    model and ranks that share one: whole nodes, or a part of one. The root unit stays gathered, which is not counted.
+    ``gathered`` and ``reduced`` are bytes of full parameters and gradients, over all gathers and reductions of the
+    step. Gradients are reduce-scattered over the ranks of a copy and all-reduced over copies. ``mesh`` is the number of
+    model copies and of ranks per copy: full nodes, or a part of a node. That the root unit stays gathered is ignored.
 
     Source: ZeRO, arXiv:1910.02054, section 7; hybrid sharding: PyTorch FSDP, arXiv:2304.11277, section 3.2.2.
     """
@@ -218,13 +218,13 @@ def sent_bytes(gathered: float, reduced: float, mesh: tuple[int, int], ranks_per
 
 
 def step_time(run: RunConfig, gpu: Gpu | None) -> dict[str, float] | None:
-    """Seconds of an optimizer step by arithmetic, and the rate over all ranks; all samples are as long as they may be.
+    """Compute the seconds of an optimizer step, and the token rate over all ranks, for samples of maximum length.
 
-    ``exposed`` is what nothing hides of communication or ``copies``, whichever takes longer: what exceeds the
-    computation, the first gather, the last reduction. Under offload every gather copies shards as they are stored, and
-    the first reduction gradients to pinned memory; for those of further micro-batches, in memory that is not pinned,
-    the ``host`` waits (torch's ``foreach_reduce``), adds them up, and steps. None: no operations are known for this
-    architecture, or no peak rate for the precision.
+    ``exposed`` is the exposed time of communication or ``copies``, whichever takes longer: the part that exceeds the
+    computation, the first gather, the last reduction. With offload every gather copies shards in their stored dtype,
+    and the first reduction copies gradients to pinned memory. For further micro-batches, in unpinned memory, the
+    ``host`` waits (torch's ``foreach_reduce``), accumulates, and steps. None: the operations of this architecture, or
+    the peak rate of the precision, are unknown.
     """
     assert run.world_size is not None
     strategy, model, world = settled_strategy(run), _planned(run)[0].model, run.world_size
@@ -246,7 +246,7 @@ def step_time(run: RunConfig, gpu: Gpu | None) -> dict[str, float] | None:
     reductions = forwards if strategy.sync_each_micro_batch else 1
     rank_bytes, node_bytes, traveling = _sent(run, forwards, reductions, tokens / world)
     communication = max(rank_bytes / (gpu.link_gb_per_second * 1e9), node_bytes / (NETWORK_GB_PER_SECOND * 1e9))
-    is_inside = strategy.context_config.degree <= world // run.num_nodes  # the group, a node
+    is_inside = strategy.context_config.degree <= world // run.num_nodes  # the group is in a node
     rate = gpu.link_gb_per_second if is_inside else NETWORK_GB_PER_SECOND
     exchanges = _exchanged_bytes(run, model, tokens / world, TORCH_DTYPES[row.compute].itemsize) / (rate * 1e9)
     is_inside = strategy.expert_parallel <= world // run.num_nodes
@@ -257,25 +257,25 @@ def step_time(run: RunConfig, gpu: Gpu | None) -> dict[str, float] | None:
         gathers = forwards * (_GATHERS[strategy.sharding] or 2)
         gradients = state["gradient_bytes"]
         copies = (gathers * state["parameter_bytes"] + gradients) / (gpu.host_gb_per_second * 1e9)
-        # the host adds up, scales, measures and clips gradients; AdamW reads and writes parameters and moments
+        # the host accumulates, scales, measures and clips gradients; AdamW reads and writes parameters and moments
         touched = (4 * further + 8) * gradients + 2 * state["optimizer_bytes"]
         host = further * gradients / (PAGEABLE_GB_PER_SECOND * 1e9)
         host += touched * (world // run.num_nodes) / (HOST_GB_PER_SECOND * 1e9)
-    moved = max(communication, copies)  # what is gathered has just arrived
+    moved = max(communication, copies)  # gathered shards have just been copied
     exposed = max(moved - compute, min(2 * moved / (len(formula.blocks) + 2) / forwards, moved))
     found = {"compute": compute, "communication": communication, "copies": copies, "host": host}
-    found |= {"exposed": exposed + exchanges, "exchanges": exchanges}  # for which attention waits
+    found |= {"exposed": exposed + exchanges, "exchanges": exchanges}  # attention waits for them
     return {**found, "tokens_per_second": tokens / (compute + exposed + exchanges + host)}
 
 
 def _expert_params(run: RunConfig) -> set[Any]:
-    """The weights of experts that ranks could divide, without adapters, which stay whole."""
+    """Return expert weights that can be divided over ranks, without adapters, which are not divided."""
     experts = grouped_experts(_planned(run)[0].model).values()
     return {p for module in experts for name, p in module.named_parameters() if "lora_" not in name}
 
 
 def expert_degree(run: RunConfig) -> int:
-    """Over how many ranks of a node experts can be divided, at most; 1 where nothing is gained or it cannot be."""
+    """Return the maximum number of ranks in a node for expert parallel; 1 if it is impossible or has no benefit."""
     strategy, model, world = settled_strategy(run), _planned(run)[0], run.world_size or 1
     for degree in range(world // run.num_nodes, 1, -1) if grouped_experts(model) else ():
         try:
@@ -288,9 +288,9 @@ def expert_degree(run: RunConfig) -> int:
 
 
 def expert_bytes(run: RunConfig) -> dict[str, float] | None:
-    """What a rank sends for experts in a step: ``weights`` without expert parallel, ``tokens`` (and weights) with it.
+    """Return bytes per step that a rank sends for experts: ``weights`` without expert parallel, ``tokens`` with it.
 
-    ``degree`` is the recipe's or the largest inside a node; None where experts cannot be divided.
+    ``tokens`` includes weights. ``degree`` is that of the recipe, or the maximum in a node. None if not divisible.
     """
     given = run.strategy.expert_parallel
     degree = given if given > 1 else expert_degree(run)
@@ -309,7 +309,7 @@ def expert_bytes(run: RunConfig) -> dict[str, float] | None:
 
 
 def _experts_per_token(model: Any) -> int:
-    """Experts that a router chooses for each token; 0 where the configuration does not say."""
+    """Return the number of experts per token; 0 if the configuration does not define it."""
     config = model.config.get_text_config()
     names = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k")
     return next((number for name in names if isinstance(number := getattr(config, name, None), int)), 0)
@@ -318,9 +318,9 @@ def _experts_per_token(model: Any) -> int:
 def _sent(
     run: RunConfig, forwards: int, reductions: int, tokens: float, experts_only: bool = False
 ) -> tuple[float, float, float]:
-    """Bytes of weights and gradients that a step makes a rank and a node send, and of ``tokens`` to experts elsewhere.
+    """Return bytes per step of weights and gradients sent by a rank and a node, and of ``tokens`` to remote experts.
 
-    The hidden states of a token travel once for each of its experts, there and back, in every pass.
+    The hidden states of a token are sent to each of its experts and back, in every pass.
     """
     assert run.world_size is not None
     strategy, model, per_node = settled_strategy(run), _planned(run)[0].model, run.world_size // run.num_nodes
@@ -336,7 +336,7 @@ def _sent(
             continue
         gathered = gathers * size * sum(p.numel() for p in own) / n
         reduced = reductions * reduce_size * sum(p.numel() for p in own if p.requires_grad) / n
-        # neighbors hold other experts: each is in a ring of its own, with every n-th rank
+        # neighbors have other experts: each ring has every n-th rank
         by_rank, by_node = sent_bytes(gathered, reduced, (copies, shards // n), max(1, per_node // n))
         rank_bytes, node_bytes = rank_bytes + by_rank, node_bytes + by_node * min(n, per_node)
     if degree == 1:
@@ -348,10 +348,10 @@ def _sent(
 
 
 def _exchanged_bytes(run: RunConfig, model: Any, tokens: float, size: int) -> float:
-    """What a rank of a context group sends in a step for attention to ``tokens`` that it computes.
+    """Return bytes per step that a rank of a context group sends for attention of the ``tokens`` that it computes.
 
-    Queries, keys, values and what comes out, each once in the forward pass, once in the backward pass, and once more
-    where blocks are recomputed; or keys and values of all other ranks.
+    These are queries, keys, values and outputs, once in the forward pass, once in the backward pass, and once more if
+    blocks are recomputed; or keys and values of all other ranks.
     """
     strategy, config = settled_strategy(run), model.config.get_text_config()
     degree = strategy.context_config.degree
@@ -367,15 +367,15 @@ def _exchanged_bytes(run: RunConfig, model: Any, tokens: float, size: int) -> fl
 
 
 def compared_memory(run: RunConfig, folder: Path) -> str:
-    """Put what was predicted of a run beside what it measured into its ``audit.json``, and say both in one line.
+    """Add the predicted peak of a run to its ``audit.json``, and return a line with the measured and predicted peak.
 
-    For the end of a process, whose process group is gone: the simulated step has one that only pretends.
+    Call this at the end of a process, after its process group is destroyed: the simulation creates a fake group.
     """
     from lit_fsdp.callbacks.records import add_to_audit
 
     try:
         predicted = rank_memory(run).peak
-    except Exception as error:  # a prediction ends no run
-        return f"peak memory was not predicted: {error}"
+    except Exception as error:  # a failed prediction must not end a run
+        return f"cannot predict peak memory: {error}"
     measured = max(add_to_audit(folder, {"predicted_peak_bytes": predicted})["measured_peak_bytes_per_rank"])
     return f"peak memory per rank: {measured / 2**30:.2f} GiB measured, {predicted / 2**30:.2f} GiB predicted"

@@ -1,4 +1,4 @@
-"""Which choices of a recipe fit a GPU, which of them is fastest and why, and what would take less memory."""
+"""Find which choices of a recipe fit a GPU, the fastest of them, and changes that save memory."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _LORA = LoraConfig(target_modules="all-linear")
 _QLORA = dataclasses.replace(_LORA, quantize="nf4")
 _Tried = dict[str, Any]
 _WHOLE = {"sharding": "full_shard", "shard_degree": None, "replicate_degree": None}
-_LONG = 16_384  # tokens of rows from which on ranks that share them are looked at
+_LONG = 16_384  # tokens per row from which context parallel is considered
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,11 @@ class Choice:
 
     run: RunConfig
     changes: dict[str, Any]
-    """Keys of the recipe that are other ones, with their values."""
+    """Changed keys of the recipe, with their values."""
 
     @property
     def words(self) -> str:
-        """Engine, sharding, activation checkpointing and the like in a few words."""
+        """Short description: engine, sharding, activation checkpointing and so on."""
         strategy, lora, mode = self.run.strategy, self.run.model.lora, self.run.strategy.activation_config.mode
         parts = [
             strategy.engine,
@@ -66,18 +66,18 @@ class Choice:
 
 
 def flags_of(changes: Mapping[str, Any]) -> list[str]:
-    """Changes of a recipe, to be pasted behind the command of a run."""
+    """Format changes of a recipe as flags to append to the command of a run."""
     return [f"--{key} {value if isinstance(value, str) else json.dumps(value)}" for key, value in changes.items()]
 
 
 def with_rows(run: RunConfig, rows: int) -> RunConfig:
-    """The recipe with another micro-batch; its accumulation follows."""
+    """Return the recipe with another micro-batch size; the accumulation is derived from it."""
     data = dataclasses.replace(run.data, micro_batch_size=rows)
     return dataclasses.replace(run, data=data, trainer={**run.trainer, "accumulate_grad_batches": None})
 
 
 def largest_rows(run: RunConfig, gib: float) -> int:
-    """Rows of the largest micro-batch that fits and divides the global batch; 0 if not even one row does."""
+    """Return the largest micro-batch size that fits and divides the global batch; 0 if a single row does not fit."""
     total = (run.data.global_batch_size or DEFAULT_BATCH) // run.data_ranks
     allowed = [rows for rows in range(1, total + 1) if total % rows == 0] or [run.data.micro_batch_size]
 
@@ -88,10 +88,10 @@ def largest_rows(run: RunConfig, gib: float) -> int:
 
 
 def choices(run: RunConfig, modes: tuple[ActivationMode, ...]) -> Iterator[Choice]:
-    """Every way to run the recipe on its ranks; those that send least and recompute least first.
+    """Yield all ways to run the recipe on its ranks, those with the least communication and recomputation first.
 
-    With offload those that recompute most, as each micro-batch copies all weights. At last with adapters, where the
-    recipe has none: on a base as it is, then on one of 4 bits.
+    With offload, those with the most recomputation come first, because each micro-batch copies all weights. If the
+    recipe has no adapters, choices with adapters come last: on an unquantized base, then on a 4-bit base.
     """
     world = run.world_size or 1
     kinds: list[dict[str, Any]] = [{"engine": "single"}] if world == 1 else [{"engine": "ddp"}]
@@ -114,7 +114,7 @@ def choices(run: RunConfig, modes: tuple[ActivationMode, ...]) -> Iterator[Choic
 
 
 def changed(run: RunConfig, strategy: dict[str, Any], lora: LoraConfig | None = None) -> Choice | None:
-    """The recipe with other arguments of the strategy, and perhaps with adapters; None if a rule forbids it."""
+    """Return the recipe with other arguments of the strategy, optionally with adapters; None if a rule forbids it."""
     now = {name: value for name, value in strategy.items() if getattr(run.strategy, name) != value}
     changes: dict[str, Any] = {f"{STRATEGY}.{name}": value for name, value in now.items()}
     lora = lora or run.model.lora
@@ -133,16 +133,16 @@ def changed(run: RunConfig, strategy: dict[str, Any], lora: LoraConfig | None = 
 def recommend(
     run: RunConfig, gib: float, gpu: Gpu | None, every: bool, host_gib: float = math.inf
 ) -> tuple[_Tried | None, list[_Tried]]:
-    """The first choice that fits, and all that were tried, each at the largest micro-batch that fits.
+    """Return the first choice that fits, and all tried choices, each with the largest micro-batch that fits.
 
-    Of ``every`` choice the fastest that fits is taken, with adapters if nothing else does; those that fit come first,
-    the fastest first, then the smallest. ``peak`` of one that does not fit is what it needs at least; ``host`` is what
-    it takes of the host memory of a node, of which there is ``host_gib``. One whose package
-    is not here is passed over, which is said on standard error.
+    With ``every``, return the fastest choice that fits, with adapters only if nothing else fits; the list has fitting
+    choices first, fastest first, then the others, smallest first. ``peak`` of a choice that does not fit is a
+    minimum. ``host`` is its host memory per node, of which ``host_gib`` is available. Choices with a missing
+    package are skipped with a message on standard error.
     """
     tried: list[_Tried] = []
     for choice in choices(run, ("none", "selective", "full") if every else ("none", "full")):
-        print(f"judging {choice.words}", file=sys.stderr)
+        print(f"evaluating {choice.words}", file=sys.stderr)
         rows, taken = 0, None
         try:
             peak, host = least_bytes(choice.run), host_memory(choice.run)["total"]
@@ -161,7 +161,7 @@ def recommend(
             break
 
     def order(one: _Tried) -> tuple[Any, ...]:
-        # without a rate they stay as tried
+        # without a rate they stay in the order of the search
         return not one["fits"], -(one["tokens_per_second"] or 0.0), 0 if one["fits"] else one["peak"]
 
     tried = sorted(tried, key=order) if every else tried
@@ -171,23 +171,23 @@ def recommend(
 
 
 def savings(run: RunConfig) -> Iterator[dict[str, Any]]:
-    """Simulate every change that takes less memory, each by itself; those that cost least come first.
+    """Simulate every change that saves memory, one at a time; those with the lowest cost come first.
 
-    Each is ``num_bytes`` that the rank which holds most needs less at its highest moment, ``flags`` to be pasted behind
-    the command of the run, and a ``remark``. ``run`` has a ``data.global_batch_size``.
+    Each has ``num_bytes`` (peak bytes saved on the largest rank), ``flags`` to append to the command of the run, and a
+    ``remark``. ``run`` must have a ``data.global_batch_size``.
     """
     before = rank_memory(run).peak
     for remark, choice in _lighter(run):
         try:
             saved = before - rank_memory(choice.run).peak if choice else 0
-        except ConfigError:  # a package that is not here
+        except ConfigError:  # a missing package
             continue
         if choice and saved > 0:
             yield {"num_bytes": saved, "flags": " ".join(flags_of(choice.changes)), "remark": remark}
 
 
 def _lighter(run: RunConfig) -> Iterator[tuple[str, Choice | None]]:
-    """What may take less; what the recipe has already takes as much."""
+    """Yield changes that may save memory; settings that the recipe already has save nothing."""
     rows, world, lora = run.data.micro_batch_size, run.world_size or 1, run.model.lora or _LORA
     degree = run.strategy.context_config.degree
     may_accumulate = run.strategy.engine != "fsdp1" or not run.strategy.cpu_offload  # see check_accumulation
@@ -202,7 +202,7 @@ def _lighter(run: RunConfig) -> Iterator[tuple[str, Choice | None]]:
     if run.strategy.engine == "fsdp2" and world % (2 * degree) == 0:
         steps = (run.data.global_batch_size or 0) // (rows * world // (2 * degree))
         choice = changed(run, {"context_parallel": 2 * degree})
-        if choice is not None:  # fewer ranks have rows of their own
+        if choice is not None:  # fewer data-parallel ranks
             choice.changes["trainer.accumulate_grad_batches"] = steps
         yield f"{2 * degree} ranks share each row", choice
     if run.trainer["accelerator"] != "cpu":
@@ -212,19 +212,19 @@ def _lighter(run: RunConfig) -> Iterator[tuple[str, Choice | None]]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a GPU's allocator, torch's on a CPU or Python itself had no memory left."""
+    """Whether a GPU allocator, torch's CPU allocator or Python itself ran out of memory."""
     said = any(words in str(error) for words in ("CUDA error: out of memory", "DefaultCPUAllocator: can't allocate"))
     return said or isinstance(error, (torch.OutOfMemoryError, MemoryError))
 
 
 def advice(run: RunConfig, recipe: Path, accelerator: str, allow_imports: Sequence[str] = ()) -> str:
-    """What ``lit-fsdp plan --savings`` says of a run that ran out of memory, or in one line why it says nothing.
+    """Return the output of ``lit-fsdp plan --savings`` for a run that ran out of memory, or the reason it is missing.
 
-    Another process computes it, in two minutes at most: this one has little memory, and ranks that wait for it.
-    ``recipe`` is the file in the run folder, ``allow_imports`` the packages whose classes it names.
+    A separate process computes it, in at most two minutes: this process has little memory, and ranks wait for it.
+    ``recipe`` is the file in the run folder; ``allow_imports`` are the packages of its classes.
     """
     if run.foreign:
-        return f"what would save memory is not computed for somebody else's {', '.join(sorted(run.foreign))}"
+        return f"memory savings are not computed for a custom {', '.join(sorted(run.foreign))}"
     words = [sys.executable, "-m", "lit_fsdp", "plan", "--savings", "--config", str(recipe)]
     words += [f"--trainer.{name}={run.trainer[name]}" for name in ("devices", "num_nodes")]
     words += [f"--trainer.accelerator={accelerator}", *(f"--allow-imports={name}" for name in allow_imports)]
@@ -234,4 +234,4 @@ def advice(run: RunConfig, recipe: Path, accelerator: str, allow_imports: Sequen
         return str(subprocess.run(words, env=environment, **options).stdout).rstrip()  # noqa: S603
     except (OSError, subprocess.SubprocessError) as error:
         said = error.stderr.strip() if isinstance(error, subprocess.CalledProcessError) else error
-        return f"what would save memory was not computed: {said}"
+        return f"cannot compute memory savings: {said}"

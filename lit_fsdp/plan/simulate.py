@@ -1,9 +1,9 @@
-"""The memory of one training step, found by running it with tensors that hold nothing.
+"""Simulate one training step with tensors without data to find its memory.
 
-The model with three blocks is sharded by the engine's own code over torch's fake process group, and one micro-batch
-goes forward and backward under ``FakeTensorMode``: every tensor has its shape, dtype and lifetime, and no memory. What
-the third block adds is what each further block needs. All tokens are taken to be supervised, ``torch.compile``, which
-may need less, to be off, and fsdp1 to do as fsdp2 does.
+The engine's own code shards a model of three blocks over torch's fake process group, and one micro-batch runs forward
+and backward under ``FakeTensorMode``: every tensor has its shape, dtype and lifetime, but no memory. The memory added
+by the third block is that of each further block. Assumptions: all tokens are supervised, ``torch.compile``, which may
+need less, is off, and fsdp1 behaves like fsdp2.
 """
 
 from __future__ import annotations
@@ -48,23 +48,23 @@ from lit_fsdp.parallel.fully_sharded import apply_fully_shard, unit_options
 from lit_fsdp.parallel.precision import TORCH_DTYPES, cast_parameters
 from lit_fsdp.parallel.units import plan_for, quantized_layers
 
-_BLOCKS = 3  # of the first, input and output may differ from those of the others
+_BLOCKS = 3  # input and output of the first may differ from those of the others
 _GLOO_COPIES = {torch.ops.c10d._allgather_base_.default: 0, torch.ops.c10d._reduce_scatter_base_.default: 1}
-"""The argument of which gloo makes another copy while it sends (ProcessGroupGloo.cpp): output and input."""
+"""The argument that gloo copies while it sends (ProcessGroupGloo.cpp): output and input."""
 _Live = Counter[str]
-"""Bytes that are alive, by kind: ``work``, ``gathered``, ``reduced`` and ``gradients``."""
+"""Live bytes by kind: ``work``, ``gathered``, ``reduced`` and ``gradients``."""
 
 
 @dataclass(frozen=True)
 class StepMemory:
-    """Bytes that a rank holds at the highest moment of a step, beside parameters and optimizer state.
+    """Peak bytes of a rank during a step, besides parameters and optimizer state.
 
-    ``kept`` by all blocks for the backward pass; ``at_work`` in one block, or in head and loss, logits and gradients of
-    activations included; unsharded weights, in use and prefetched, are ``gathered``, unsharded gradients ``reduced``,
-    and ``gradients`` are their shards so far, none where offload keeps them on the host. ``moment`` is ``forward``
-    (which ends with the loss, chunked with its gradient), ``head`` or ``blocks`` (the backward pass of those) or
-    ``optimizer``. ``block`` and ``loss`` are what is at work at the highest moments of the backward pass of blocks, and
-    of head and loss.
+    ``kept``: activations of all blocks for the backward pass. ``at_work``: temporary tensors in one block, or in head
+    and loss, including logits and gradients of activations. ``gathered``: unsharded weights, in use and prefetched.
+    ``reduced``: unsharded gradients. ``gradients``: sharded gradients so far, none if offload keeps them on the host.
+    ``moment`` is ``forward`` (ends with the loss, if chunked with its gradient), ``head`` or ``blocks`` (their backward
+    pass) or ``optimizer``. ``block`` and ``loss`` are the ``at_work`` bytes at the peaks of the backward pass of
+    blocks, and of head and loss.
     """
 
     moment: str
@@ -78,12 +78,12 @@ class StepMemory:
 
     @property
     def total(self) -> int:
-        """Bytes beside parameters and optimizer state."""
+        """Bytes besides parameters and optimizer state."""
         return self.kept + self.at_work + self.gathered + self.reduced + self.gradients
 
 
 class _Watch(TorchDispatchMode):
-    """Counts the bytes of every storage from its making to its end, by the kind of work in which it was made."""
+    """Count the bytes of every storage during its lifetime, by the kind of work that created it."""
 
     def __init__(self, known: Iterable[torch.Tensor], copied: Mapping[Any, int]) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class _Watch(TorchDispatchMode):
         self._sizes: dict[int, tuple[str, int]] = {tensor.untyped_storage()._cdata: ("", 0) for tensor in known}
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if op is torch.ops.prim.device.default:  # half of all that is asked
+        if op is torch.ops.prim.device.default:  # half of all calls
             return args[0].fake_device
         made = [torch.empty_like(args[self._copied[op]])] if op in self._copied else []
         out = _without_data(op, *args, **(kwargs or {}))
@@ -110,7 +110,7 @@ class _Watch(TorchDispatchMode):
         return out
 
     def follow(self, blocks: list[nn.Module]) -> None:
-        """Note what is alive at the end of each block's forward, and begin a phase with each block's backward pass."""
+        """Record live bytes at the end of each block's forward, and start a phase with each block's backward pass."""
 
         def begin(number: int, grad: torch.Tensor) -> None:
             self.phase = f"block {number}"
@@ -126,7 +126,7 @@ class _Watch(TorchDispatchMode):
             block.register_forward_hook(functools.partial(after, number))
 
     def move(self, tensors: Iterable[torch.Tensor], kind: str) -> None:
-        """Count what these tensors hold as another kind."""
+        """Count these tensors as another kind."""
         for tensor in tensors:
             key = tensor.untyped_storage()._cdata
             before, size = self._sizes.get(key, ("", 0))
@@ -136,7 +136,7 @@ class _Watch(TorchDispatchMode):
                 self.resized(key, size)
 
     def resized(self, key: int, size: int) -> None:
-        """Count a storage as one of another size, if it was made by the step."""
+        """Update the size of a storage that was created in the step."""
         kind, before = self._sizes.get(key, ("", 0))
         if not kind:
             return
@@ -151,7 +151,7 @@ class _Watch(TorchDispatchMode):
 
 
 def _without_data(op: Any, *args: Any, **kwargs: Any) -> Any:
-    """The answer of what asks for data: an indexing by a mask takes all rows; experts in fp32, which torch refuses."""
+    """Emulate ops that need data or that torch rejects: indexing by a mask takes all rows; experts in fp32."""
     if op in (torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default, torch.ops.aten.index_put.default):
         (mask, *others) = args[1]
         if mask is not None and mask.dtype == torch.bool and not others:
@@ -166,10 +166,10 @@ def _without_data(op: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def step_memory(run: RunConfig, gradient_bytes: int, accumulates: bool) -> StepMemory:
-    """Simulate a step of a checked recipe with a known number of ranks, and read its highest moment.
+    """Simulate a step of a checked recipe with a known number of ranks, and return its memory peak.
 
-    ``gradient_bytes`` is what all gradients of a rank take between steps. An architecture that cannot be shortened, or
-    does what tensors without values cannot, is a :class:`ConfigError`.
+    ``gradient_bytes`` is the size of all gradients of a rank between steps. Raises :class:`ConfigError` for an
+    architecture that cannot be shortened, or that needs tensor values.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -191,7 +191,7 @@ def step_memory(run: RunConfig, gradient_bytes: int, accumulates: bool) -> StepM
         given = f"a step of {config.model_type} without values ({' '.join(str(error).split())[:200]})"
         fix = "measure a run of one step: peak_memory_gib in metrics.csv"
         raise ConfigError("plan", given, "architectures whose blocks run on tensors without values", fix) from error
-    if strategy.engine == "ddp" and run.world_size > 1:  # its buckets, and the copies that travel
+    if strategy.engine == "ddp" and run.world_size > 1:  # its buckets, and the copies being sent
         found = dataclasses.replace(found, reduced=2 * gradient_bytes)
     return found
 
@@ -213,7 +213,7 @@ def _simulate(hf_config: Any, run: RunConfig, strategy: StrategyConfig) -> _Watc
     if (degree := strategy.expert_parallel) > 1:
         group, expert_mesh = build_expert_groups("cpu", *shape, degree, timedelta(seconds=60))
         divide_experts(holder, group, shape[1])
-    for layer in quantized_layers(holder).values():  # torch 2.11 makes no tensor without values of a subclass
+    for layer in quantized_layers(holder).values():  # torch 2.11 cannot create fake tensors of a subclass
         packed = torch.empty(layer.weight.shape, dtype=layer.weight.dtype, device="meta")
         layer.weight = torch.nn.Parameter(packed, requires_grad=False)
     batch = _batch(run, model)
@@ -244,11 +244,11 @@ def _simulate(hf_config: Any, run: RunConfig, strategy: StrategyConfig) -> _Watc
 
 
 def _batch(run: RunConfig, model: Any) -> dict[str, Any]:
-    """What a rank is given in a step: rows as long as they may be, of a context group its part of them."""
+    """Build the batch of a rank: rows of maximum length, or its part of them in a context group."""
     rows = run.data.micro_batch_size * (1 + isinstance(run.model, PreferenceModelConfig))
     ids = torch.ones(rows, run.data.max_seq_length, dtype=torch.int64)
     given, config = {"input_ids": ids, "labels": ids}, run.strategy.context_config
-    if config.degree == 1:  # transformers would take fake positions for packed samples, and build a mask
+    if config.degree == 1:  # transformers would treat fake positions as packed samples, and build a mask
         by_sample = {"sample_lengths": (ids.shape[1],)} if model.config._attn_implementation == BY_SAMPLE else {}
         return {**given, **by_sample}
     group: Any = dist.new_group(list(range(config.degree)))
@@ -263,14 +263,14 @@ def _locals(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 def _evenly_exchanged(
     group: ExpertGroup, counts_E: torch.Tensor, num_choices: int
 ) -> tuple[torch.Tensor, list[int], list[int]]:
-    """As if the router sent as many tokens to each rank, which without values nobody knows."""
+    """Assume that the router sends equally many tokens to each rank, because fake tensors have no values."""
     sent = [num_choices // group.degree] * group.degree
     sent[0] += num_choices % group.degree
     return counts_E.new_empty(group.degree * len(group.own)), sent, [sent[0]] * group.degree
 
 
 def _engine_kinds(watch: _Watch) -> contextlib.ExitStack:
-    """Tell what the engine gathers, frees and reduces from what the model computes."""
+    """Separate the tensors that the engine gathers, frees and reduces from those that the model computes."""
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
     resize: Any = torch.UntypedStorage.resize_
@@ -304,27 +304,27 @@ def _engine_kinds(watch: _Watch) -> contextlib.ExitStack:
 
 
 def _highest(watch: _Watch, num_blocks: int, gradient_bytes: int, accumulates: bool, offloads: bool) -> StepMemory:
-    """The highest moment of a model with all blocks, from those of a short one."""
+    """Extrapolate the memory peak of the full model from the peaks of the short model."""
     forward, backward = watch.forward_ends, watch.backward_starts
     simulated = len(forward)
     further = num_blocks - simulated
     kept = forward[-1]["work"] - forward[-2]["work"]
     each = backward[-1]["gradients"] - backward[-2]["gradients"]
-    stays = forward[-2]["gathered"] - forward[0]["gathered"]  # 0 where blocks, but the last, are freed after forward
+    stays = forward[-2]["gathered"] - forward[0]["gathered"]  # 0 if all blocks except the last are freed after forward
     found = {"optimizer": Counter(gradients=0 if offloads else gradient_bytes)}
     for phase, live in watch.highest.items():
-        # in the first blocks of the backward pass all activations are there, in the last ones all gradients
+        # early in the backward pass all activations exist, late all gradients
         is_early = phase in ("forward", "head", f"block {simulated - 1}")
         all_kept = kept * (num_blocks if is_early else 1)
         gradients = live["gradients"] + (0 if is_early else each * further)
-        if accumulates or phase == "forward":  # Lightning drops the gradients of the step before after the forward
+        if accumulates or phase == "forward":  # Lightning frees the previous gradients after the forward
             gradients = gradient_bytes
         found[phase] = Counter(
             kept=all_kept,
             at_work=live["work"] + (kept * further if is_early else 0) - all_kept,
             gathered=live["gathered"] + (stays * further if is_early else 0),
             reduced=live["reduced"],
-            gradients=0 if offloads else gradients,  # then those of a unit leave once they are reduced
+            gradients=0 if offloads else gradients,  # offload: those of a unit leave once reduced
         )
     moment, highest = max(found.items(), key=lambda pair: pair[1].total())
     block = max(live["at_work"] for phase, live in found.items() if phase.startswith("block"))

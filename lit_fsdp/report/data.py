@@ -1,7 +1,7 @@
-"""Data for people to read: tables, a picture, and samples, in which what is supervised stands out.
+"""Human-readable data reports: tables, a plot, and samples with highlighted supervised tokens.
 
-Rows come from anywhere, and a control character that is printed as it is can move the cursor, change colors or hide
-text. So it is shown by its number: an escape becomes ``⟨U+001B⟩``.
+Rows are untrusted, and raw control characters can move the cursor, change colors or hide text. Therefore they are
+shown by code point: an escape becomes ``⟨U+001B⟩``.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ _HEAD, _SUPERVISED, _SPECIAL = "bold cyan", "bold green", "reverse"
 
 
 def visible(text: str) -> str:
-    """``text`` without anything a terminal would act upon but line breaks and tabs."""
+    """Escape all control characters in ``text`` except line breaks and tabs."""
     return _OBEYED.sub(lambda found: f"⟨U+{ord(found[0]):04X}⟩", text)
 
 
 Piece = tuple[str, bool, bool]
-"""Text that is not safe to print, whether it is supervised, and whether it is one special token."""
+"""Unescaped text, whether it is supervised, and whether it is a special token."""
 
 
 def pieces(tokenizer: Any, ids: np.ndarray, supervised: np.ndarray) -> list[Piece]:
-    """A sample as text, cut where supervision changes and around special tokens.
+    """Decode a sample, split where supervision changes and around special tokens.
 
-    A token is decoded with the one before it, as some tokenizers drop a blank at the beginning.
+    Each piece is decoded together with the previous token, because some tokenizers drop a leading space.
     """
     special = np.isin(ids, [number for number, token in tokenizer.added_tokens_decoder.items() if token.special])
     new = (supervised[1:] != supervised[:-1]) | special[1:] | special[:-1]
@@ -55,9 +55,9 @@ def _decoded(tokenizer: Any, ids: list[int], start: int, end: int) -> str:
 
 
 def print_samples(console: Console, tokenizer: Any, name: str, samples: Sequence[Sample]) -> None:
-    """Samples as text, with supervised tokens in color and between ``⟦`` and ``⟧``."""
+    """Print samples as text, with supervised tokens in color and between ``⟦`` and ``⟧``."""
     say = partial(console.print, soft_wrap=True, highlight=False)
-    say(Text("supervised tokens are between ⟦ and ⟧, ⟨U+001B⟩ is a character that is not printed as it is"))
+    say(Text("supervised tokens are between ⟦ and ⟧, ⟨U+001B⟩ is an escaped control character"))
     for number, (ids, supervised) in enumerate(samples):
         title = f"\n━━ {name} {number}: {len(ids):,} tokens, {np.count_nonzero(supervised):,} supervised"
         say(Text(title, _HEAD))
@@ -71,7 +71,7 @@ def print_samples(console: Console, tokenizer: Any, name: str, samples: Sequence
 
 
 def data_table(record: Mapping[str, Any]) -> Table:
-    """What :func:`lit_fsdp.data.packing.describe_data` returned, one column per split."""
+    """Format the result of :func:`lit_fsdp.data.packing.describe_data`, one column per split."""
     packing = "packed" if record["packing"] else f"padded, {record['micro_batch_size']} to a micro-batch"
     title = (
         f"Data: {record['template']} chat template, loss on {record['loss_on']}, "
@@ -89,7 +89,7 @@ def data_table(record: Mapping[str, Any]) -> Table:
 
 
 def _cell(value: Any) -> str:
-    """Lists and mappings line by line, shares in percent; no text where there is nothing to say."""
+    """Format lists and mappings line by line, and shares in percent; empty for missing values."""
     if isinstance(value, Mapping):
         return "\n".join(f"{name}: {_cell(part)}" for name, part in value.items())
     if isinstance(value, list):
@@ -98,7 +98,7 @@ def _cell(value: Any) -> str:
 
 
 def write_plot(splits: Mapping[str, Samples], max_seq_length: int, path: Path) -> None:
-    """Draw every split into one file: histograms of lengths, of supervised shares, and of how full the packs are."""
+    """Plot histograms of all splits to one file: lengths, supervised shares, and fill of packs."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 3.6), layout="constrained")
@@ -113,6 +113,6 @@ def write_plot(splits: Mapping[str, Samples], max_seq_length: int, path: Path) -
     labels = ("tokens per sample", "supervised tokens, % of a sample", "how full a pack is, %")
     for axis, label in zip(axes, labels, strict=True):
         axis.set_xlabel(label)
-        axis.set_yscale("symlog", linthresh=10)  # a few long samples are seen beside many short ones
+        axis.set_yscale("symlog", linthresh=10)  # keeps a few long samples visible
         axis.legend(fontsize=8)
     figure.savefig(path, dpi=120)

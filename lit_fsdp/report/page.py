@@ -1,4 +1,4 @@
-"""``report.html``: what a run folder holds as one page for people, with nothing to fetch; several runs side by side."""
+"""``report.html``: the content of one or several run folders as a single self-contained page."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ _Point = tuple[int, float]
 
 
 class Curve:
-    """Steps, which do not fall, and values; of many the lowest and the highest of each stretch, so that peaks stay."""
+    """Values by non-decreasing step; long curves keep the minimum and maximum of each interval, so peaks remain."""
 
     def __init__(self, points: Iterable[_Point] = ()) -> None:
         self.last_step = self.num_lost = 0
-        """Of any value, and how many were inf or nan, which are no points."""
+        """Last step of any value, and number of inf or nan values, which are not points."""
         self.first: _Point | None = None
         self.last: _Point | None = None
-        self._steps = 1  # of a stretch
+        self._steps = 1  # per interval
         self._ends: dict[int, tuple[_Point, _Point]] = {}
         for point in points:
             self.add(*point)
 
     def add(self, step: int, value: float) -> None:
-        """Add a point; no more than 800 are kept."""
+        """Add a point; at most 800 points are kept."""
         self.last_step = step
         if not math.isfinite(value):
             self.num_lost += 1
@@ -68,13 +68,13 @@ class Curve:
 
     @property
     def points(self) -> list[_Point]:
-        """What is to be drawn: all points of a short curve."""
+        """Points to draw: all points of a short curve."""
         return [point for pair in self._ends.values() for point in sorted({*pair})]
 
 
 @dataclass(frozen=True)
 class RunFiles:
-    """What a run folder holds, as far as it is there; ``metrics`` are optimizer steps done and values, by column."""
+    """Existing files of a run folder; ``metrics`` are completed optimizer steps and values, by column."""
 
     folder: Path
     recipe: dict[str, Any]
@@ -85,10 +85,10 @@ class RunFiles:
 
 
 def read_run(folder: Path) -> RunFiles:
-    """Read what is there; a line of ``metrics.csv`` that a kill has cut off is left out.
+    """Read the files of a run folder; an incomplete last line of ``metrics.csv`` (killed run) is ignored.
 
     Raises:
-        DataError: A file is something else.
+        DataError: A file is invalid.
     """
     metrics: dict[str, Curve] = {}
     records: dict[str, dict[str, Any]] = {}
@@ -106,23 +106,23 @@ def read_run(folder: Path) -> RunFiles:
                     if cell and name != "epoch":
                         metrics.setdefault(name, Curve()).add(done, float(cell))
     except (KeyError, TypeError, ValueError, yaml.YAMLError) as error:
-        raise DataError(f"{path}: not as a run writes it: {error!r}") from error
+        raise DataError(f"{path}: not a valid file of a run: {error!r}") from error
     return RunFiles(folder=folder, metrics=metrics, **records)
 
 
 def report_of(folder: Path) -> str:
-    """Write the page of a run that has just ended, and say where it is; without it the run is as good."""
+    """Write the page of a finished run, and return a log line with its location or error; never raises."""
     try:
         write_page([read_run(folder)], folder / NAME)
     except Exception as error:
-        return f"{folder / NAME} was not written: {type(error).__name__}: {error}"
+        return f"cannot write {folder / NAME}: {type(error).__name__}: {error}"
     return f"report: {folder / NAME}"
 
 
 def write_page(runs: Sequence[RunFiles], out: Path) -> None:
-    """Write the page of one run, or of several beside each other.
+    """Write the page of one run, or of several runs side by side.
 
-    Whatever comes from files is escaped, and secrets are ``***``.
+    Content of files is escaped, and secrets are replaced by ``***``.
     """
     names = [str(run.folder) for run in runs]
     several = len(runs) > 1
@@ -135,7 +135,7 @@ def write_page(runs: Sequence[RunFiles], out: Path) -> None:
         parts.append(_beside("Where the recipes differ", names, columns) or "<p>The recipes are equal.</p>")
     parts.append(_charts(runs))
     if memory := _beside("Memory, planned and measured", names, [_memory(run) for run in runs]):
-        parts += [memory, "<p class=note>On a GPU what torch allocated; on a CPU what the process grew by.</p>"]
+        parts += [memory, "<p class=note>GPU: memory allocated by torch; CPU: growth of the process.</p>"]
     parts.append(_beside("Versions", names, [run.audit.get("versions", {}) for run in runs]))
     for run, name in zip(runs, names, strict=True):
         parts += [f"<h2 class=run>{_text(name)}</h2>"] if several else []
@@ -147,7 +147,7 @@ def write_page(runs: Sequence[RunFiles], out: Path) -> None:
 
 
 def write_curves(title: str, curves: Mapping[str, Sequence[_Point]], out: Path) -> None:
-    """Write a page of one chart; points are ranks and values, by the name of their curve."""
+    """Write a page with one chart; points are ranks and values, by curve name."""
     drawn = [(name, Curve(points), number, 0) for number, (name, points) in enumerate(curves.items())]
     chart = _chart(title, drawn, "ranks")
     _write(title, [f"<div class=charts>{chart}</div>"], out)
@@ -183,13 +183,13 @@ def _facts(run: RunFiles) -> dict[str, str]:
         ranks = f"{audit['shard_degree'] * copies} ranks" + (f", {copies} copies" if copies > 1 else "")
         facts["engine"] = f"{audit['engine']}, {audit['sharding']}, {ranks}"
         words = [str(model[key]) for key in ("name", "class_path") if model.get(key)]
-        words += ["a miniature of random weights"] if model.get("miniature") else []
+        words += ["miniature with random weights"] if model.get("miniature") else []
         facts["model"] = ", ".join([*words, parameter_counts(audit)])
     return facts
 
 
 def _charts(runs: Sequence[RunFiles]) -> str:
-    """One chart per column of ``metrics.csv``, a ``train_`` one together with its ``val_``."""
+    """Draw one chart per column of ``metrics.csv``; ``train_`` and ``val_`` columns share a chart."""
     charts: dict[str, list[str]] = {}
     for name in dict.fromkeys(name for run in runs for name in run.metrics):
         charts.setdefault(name.removeprefix("train_").removeprefix("val_"), []).append(name)
@@ -201,12 +201,12 @@ def _charts(runs: Sequence[RunFiles]) -> str:
                 label, look = (name, (j, 0)) if len(runs) == 1 else (f"{run.folder} {name}", (i, j))
                 curves.append((label, run.metrics.get(name, Curve()), *look))
         drawn.append(_chart(title, curves))
-    return f"<h2>By optimizer step</h2><div class=charts>{''.join(drawn) or 'No step was logged.'}</div>"
+    return f"<h2>By optimizer step</h2><div class=charts>{''.join(drawn) or 'No steps were logged.'}</div>"
 
 
 def _memory(run: RunFiles) -> dict[str, str]:
     predicted, measured = run.audit.get("predicted_peak_bytes"), run.audit.get("measured_peak_bytes_per_rank")
-    found = {} if predicted is None else {"predicted, rank that holds most": size_words(predicted)}
+    found = {} if predicted is None else {"predicted, largest rank": size_words(predicted)}
     if measured:
         found[f"measured, highest of {len(measured)}"] = size_words(max(measured))
         found["measured, lowest"] = size_words(min(measured))
@@ -222,7 +222,7 @@ def _checkpoints(run: RunFiles) -> str:
         value = "–" if monitor not in found.metrics else _number(found.metrics[monitor])
         time = found.created.replace("T", " ").removesuffix("+00:00")
         rows.append([found.path.name, time, size_words(found.num_bytes), value, found.damage or ""])
-    others = sorted((run.folder / FOLDER).glob("*.ckpt"))  # of Lightning's own strategies
+    others = sorted((run.folder / FOLDER).glob("*.ckpt"))  # from Lightning's own strategies
     rows += [[path.name, "", size_words(path.stat().st_size), "", ""] for path in others]
     return _table("Checkpoints", ["", "time (UTC)", "size", monitor, ""], rows)
 
@@ -230,7 +230,7 @@ def _checkpoints(run: RunFiles) -> str:
 def _samples(run: RunFiles) -> str:
     head, *asked = _asked(run) or [[]]
     shown = [row for row in asked if row[0] in (asked[0][0], asked[-1][0])]
-    return _table("Samples at the first and the last time", head, shown, look="long")
+    return _table("Samples, first and last generation", head, shown, look="long")
 
 
 def _asked(run: RunFiles) -> list[list[str]]:
@@ -252,14 +252,14 @@ def _data_and_model(run: RunFiles) -> list[str]:
 
 
 def _beside(title: str, names: Sequence[str], columns: Sequence[Mapping[str, str]]) -> str:
-    """One row per key and one column per run."""
+    """Build a table with one row per key and one column per run."""
     keys = dict.fromkeys(key for column in columns for key in column)
     rows = [[key, *(column.get(key, "–") for column in columns)] for key in keys]
     return _table(title, ["", *names] if len(names) > 1 else [], rows, look="facts")
 
 
 def _table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]], look: str = "") -> str:
-    """Escaped, in a box that scrolls; nothing where there are no rows."""
+    """Build an escaped table in a scrollable box; empty without rows."""
     lines = ["".join(f"<td>{_text(cell)}</td>" for cell in row) for row in rows]
     heads = "".join(f"<th>{_text(cell)}</th>" for cell in head)
     inner = f"<thead><tr>{heads}</tr></thead>" * bool(head) + "".join(f"<tr>{line}</tr>" for line in lines)
@@ -267,7 +267,7 @@ def _table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]], look:
 
 
 def _text(text: Any) -> str:
-    """Of a file, to be shown: escaped, no secrets, and nothing that changes how the rest is read."""
+    """Escape text of a file for display: no secrets, and nothing that affects the rest of the page."""
     return html.escape(redact(visible(str(text))))
 
 
@@ -276,7 +276,7 @@ def _number(value: float) -> str:
 
 
 def _chart(title: str, curves: Sequence[tuple[str, Curve, int, int]], across: str = "steps") -> str:
-    """A figure of curves (name, curve, color, dash) with their last values; inf and nan are counted in the title."""
+    """Draw curves (name, curve, color, dash) with their last values; the title has the number of inf and nan."""
     every = [point for _, curve, _, _ in curves for point in (*curve.points, curve.first, curve.last) if point]
     lost = sum(curve.num_lost for _, curve, _, _ in curves)
     title = _text(f"{title} ({lost} inf or nan)" if lost else title)

@@ -1,4 +1,4 @@
-"""Tables of FSDP units, of what each rank keeps, and of dtypes, for the terminal."""
+"""Terminal tables of FSDP units, of memory per rank, and of dtypes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NUMBERS = ("parameters", "GiB", "share", "weights", "scales", "gradients", "opt
 
 
 def units_table(record: dict[str, Any]) -> Table:
-    """The FSDP units of an audit; equal neighbors share a line, and tied weights are named below their unit."""
+    """Format the FSDP units of an audit; equal neighbors share a row, tied weights are named below their unit."""
     recomputes = any(unit["recompute"] != "no" for unit in record["units"])
     columns = ("unit", "class", "parameters", "GiB", "share", *["recompute"] * recomputes)
     table = _table(f"FSDP units by {record['wrapped_by']}", columns)
@@ -36,14 +36,14 @@ def units_table(record: dict[str, Any]) -> Table:
 
 
 def parameter_counts(record: dict[str, Any]) -> str:
-    """The number of parameters of an audit, and how many of them are trained where some are frozen."""
+    """Format the number of parameters of an audit, with the trained and frozen numbers if some are frozen."""
     total, trained = record["num_params"], record["num_trainable"]
     text = f"{total:,} parameters"
     return text if trained == total else f"{text} ({trained:,} trained, {total - trained:,} frozen)"
 
 
 def ranks_table(ranks: list[dict[str, int]]) -> Table:
-    """What each rank of one copy of the model keeps between steps, in GiB; equal neighbors share a line."""
+    """Format the memory between steps of each rank of one model copy, in GiB; equal neighbors share a row."""
     kinds = {"weights": "parameter", "scales": "quantization", "gradients": "gradient", "optimizer": "optimizer"}
     kinds = {word: f"{kind}_bytes" for word, kind in kinds.items() if f"{kind}_bytes" in ranks[0]}
     table = _table("kept on each rank between steps, in GiB", ("rank of a copy", "parameters", *kinds, "all"))
@@ -59,7 +59,7 @@ def ranks_table(ranks: list[dict[str, int]]) -> Table:
 
 
 def dtypes_table(report: dict[str, Any]) -> Table:
-    """The dtypes found in a live run, by what was looked at."""
+    """Format the dtypes read back from a live run."""
     table = _table(None, ("what", "found"))
     for what, found in report["realized"].items():
         table.add_row(what, ", ".join(f"{count} × {dtype}" for dtype, count in found.items()))
@@ -69,6 +69,6 @@ def dtypes_table(report: dict[str, Any]) -> Table:
 def _table(title: str | None, columns: tuple[str, ...]) -> Table:
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     for column in columns:
-        # on a narrow terminal names go on in the next line: one that is cut off could be any unit
+        # on a narrow terminal names are wrapped, because truncated names would be ambiguous
         table.add_column(column, justify="right" if column in _NUMBERS else "left", overflow="fold")
     return table

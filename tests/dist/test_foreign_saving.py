@@ -172,7 +172,7 @@ def test_callbacks_and_modules_go_on_with_the_state_of_their_rank(tmp_path: Path
 def test_a_state_that_no_checkpoint_can_hold_is_refused_before_the_first_step(tmp_path: Path) -> None:
     wanted = {
         "lambda": "callbacks.Keeper.it.x.0: cannot save a builtins.builtin_function_or_method",
-        "one rank's": "names, shapes and dtypes to save: state/callbacks/Keeper/it/x, state/mine/of_module/it/x",
+        "one rank's": "differ between ranks: state/callbacks/Keeper/it/x, state/mine/of_module/it/x",
     }
     job = {"strategy": {"engine": "fsdp2"}, "run": tmp_path}
     for kind, ranks in zip(wanted, on_ranks_each("keep", 2, [{"kind": kind} for kind in wanted], **job), strict=True):

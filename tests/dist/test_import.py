@@ -38,7 +38,7 @@ PLUGIN = {
 def check_import(source: Path, out: Path, model: Path, capsys: pytest.CaptureFixture, step: int, moments: int) -> None:
     """An import succeeds, of every weight, and says so."""
     assert main(["ckpt", "import", str(source), "-o", str(out), "--model", str(model)]) == 0
-    said = f"{out}: step {step}, 29 weights, AdamW state of {moments} of them; what has none begins afresh\n"
+    said = f"{out}: step {step}, 29 weights, AdamW state of {moments} of them; the others start with new state\n"
     assert capsys.readouterr().out == said
 
 

@@ -74,7 +74,7 @@ def test_a_second_job_is_refused_until_the_first_is_dead(tmp_path: Path) -> None
     with subprocess.Popen(words, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True) as first:
         assert first.stdout is not None
         child = int(first.stdout.readline())
-        who = f"another job is at work in this run folder: process {first.pid} on host"
+        who = f"another job uses this run folder: process {first.pid} on host"
         (done, _) = command(2, ["fit", *SMOKE, "--trainer.default_root_dir", "run"], tmp_path, patience=1)
         assert (done.code, who in done.err, "Traceback" in done.err) == (1, True, False)
         assert who in fit(tmp_path / "run", ENGINES[0], 2)["error"]

@@ -20,7 +20,7 @@ from lit_fsdp.errors import CheckpointError
 def test_only_checkpoints_files_and_links_give_their_place_up(tmp_path: Path):
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "mine").touch()
-    with pytest.raises(CheckpointError, match="not replaced, because it is no checkpoint"):
+    with pytest.raises(CheckpointError, match="not replaced, because it is not a checkpoint"):
         disk.stage(tmp_path / "notes")
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").touch()
@@ -45,4 +45,4 @@ def test_without_locks_a_warning_says_so(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(fcntl, "flock", mock.Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
     with caplog.at_level(logging.WARNING):
         RunLock(tmp_path).release()
-    assert "nothing keeps a second job out of this run folder" in caplog.text
+    assert "a second job could use this run folder" in caplog.text

@@ -35,9 +35,9 @@ def test_last_best_and_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     ):
         found = pick(tmp_path, word, monitor=monitor, mode=mode)
         assert found == [step_folder(tmp_path, step) for step in steps], (word, monitor)
-    with pytest.raises(CheckpointError, match=r"has a value of bleu, but of \['accuracy', 'loss'\]; give last"):
+    with pytest.raises(CheckpointError, match=r"has a value of bleu, only of \['accuracy', 'loss'\]; use last"):
         pick(tmp_path, "best", monitor="bleu")
-    with pytest.raises(CheckpointError, match=r"manifest\.json: missing, so this is no checkpoint; give a folder"):
+    with pytest.raises(CheckpointError, match=r"manifest\.json: missing, so this is not a checkpoint; use a folder"):
         pick(tmp_path, tmp_path)
     with pytest.raises(CheckpointError, match=r"ckpt_path last: no complete checkpoint in .*gone/checkpoints"):
         pick(tmp_path / "gone", "last")
@@ -54,10 +54,10 @@ def test_a_damaged_one_that_may_come_first_is_never_passed_over_in_silence(
             pick(tmp_path, word)
         text = str(error.value)
         assert text.index(f"  {four[3]} is damaged: ") < text.index(f"  {four[2]} is damaged: ")
-        assert text.endswith(f"give {four[1]} as --ckpt_path, or add --resume.fallback true")
+        assert text.endswith(f"set --ckpt_path {four[1]}, or add --resume.fallback true")
         assert pick(tmp_path, word, fallback=True) == [four[1], four[0]]
         assert f"{four[3]} is damaged: " in capsys.readouterr().err
-    with pytest.raises(CheckpointError, match="damaged or not ours"):  # a path never is replaced
+    with pytest.raises(CheckpointError, match="damaged or invalid"):  # a path never is replaced
         pick(tmp_path, four[2], fallback=True)
     (four[1] / "data").unlink()
     (four[0] / "data").unlink()

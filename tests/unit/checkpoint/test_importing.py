@@ -83,7 +83,7 @@ def test_every_name_that_does_not_fit_is_listed(run: Run, tmp_path: Path) -> Non
     for line in (
         "missing in the source: net.a.bias",
         "missing in the source: net.b.bias",
-        "no place in the model, which --allow-surplus leaves out: net.extra.x",
+        "not in the model (--allow-surplus ignores it): net.extra.x",
     ):
         assert line in text
     assert "b.weight: [2, 2] in the source, [4, 4] in the model" in text
@@ -94,7 +94,7 @@ def test_every_name_that_does_not_fit_is_listed(run: Run, tmp_path: Path) -> Non
 def test_a_second_copy_of_the_model_needs_a_prefix(run: Run, tmp_path: Path) -> None:
     both = {f"{kind}.{name}": t + (kind == "ema") for name, t in WEIGHTS.items() for kind in ("net", "ema")}
     torch.save({"state_dict": both, "global_step": 1}, tmp_path / "x")
-    with pytest.raises(CheckpointError, match=r"2 times, under 'ema\.', 'net\.'; say which with --prefix"):
+    with pytest.raises(CheckpointError, match=r"2 times, under 'ema\.', 'net\.'; select one with --prefix"):
         run(tmp_path / "x")
     assert run(tmp_path / "x", prefix="ema.", allow_surplus=True).count("left out: net.") == 5
     found = load_file(tmp_path / "out" / "tensors.safetensors")
@@ -115,13 +115,13 @@ def test_what_is_no_source_or_ties_what_differs(run: Run, tmp_path: Path) -> Non
     assert "step 1, " in run(shards)
     (shards / "__0_0.distcp").write_bytes((shards / "__0_0.distcp").read_bytes()[:-100])
     for source, text in (
-        (tmp_path / "gone", "no checkpoint of Lightning, Accelerate or the Trainer: nothing"),
-        (empty, "no checkpoint of Lightning, Accelerate or the Trainer: nothing"),
+        (tmp_path / "gone", "not a checkpoint of Lightning, Accelerate or the Trainer: empty"),
+        (empty, "not a checkpoint of Lightning, Accelerate or the Trainer: empty"),
         (cut, "damaged"),
         (garbage, "not a readable safetensors file"),
         (shards, "damaged"),
         (lightning_file(tmp_path / "b.ckpt", {**WEIGHTS, "head.weight": torch.ones(6, 4)}), "tie_word_embeddings"),
-        (lone, r"model\.safetensors; a model without training state is a model\.name"),
+        (lone, r"model\.safetensors; use a model without training state as model\.name"),
     ):
         with pytest.raises(CheckpointError, match=text):
             run(source)

@@ -89,7 +89,7 @@ def test_what_cannot_be_saved_is_refused_by_name():
             encode(state)
         assert str(error.value).startswith(f"{where}: cannot save a ")
         assert kind in str(error.value)
-    with pytest.raises(CheckpointError, match="cannot save what contains itself"):
+    with pytest.raises(CheckpointError, match="cannot save an object that contains itself"):
         encode({"l": loop})
 
 

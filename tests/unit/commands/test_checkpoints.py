@@ -66,7 +66,7 @@ def test_damage_is_named_file_by_file(run: Callable[..., Path], capsys: Out):
     (cut.parent / "step-00000008").mkdir()
     missing = "damaged   tensors.safetensors: No such file or directory"
     for verb, words, code in (
-        ("ls", ["complete", "complete  last, best", missing, "manifest.json: missing, so this is no checkpoint"], 0),
+        ("ls", ["complete", "complete  last, best", missing, "manifest.json: missing, so this is not a checkpoint"], 0),
         ("verify", ["verified", "damaged   state.json: xxh3 differs from the manifest", missing, "manifest.json: "], 1),
     ):
         assert commands.run(["ckpt", verb, "run"]) == code
@@ -103,5 +103,5 @@ def test_what_is_no_run(run: Callable[..., Path], tmp_path: Path):
         for given in ("rum", file):
             with pytest.raises(ConfigError, match="which is no folder"):
                 commands.run(["ckpt", verb, given])
-        with pytest.raises(CheckpointError, match="so this is no checkpoint"):
+        with pytest.raises(CheckpointError, match="so this is not a checkpoint"):
             commands.run(["ckpt", verb, "empty"])

@@ -139,13 +139,13 @@ def test_what_does_not_names_the_key() -> None:
     for kind, given, line in (
         ("axolotl", {"datasets": [{**CHAT, "type": "alpaca"}]}, "datasets.0.type: kept as data.train.0.format: instr"),
         ("axolotl", {"datasets": [CHAT, {**CHAT, "train_on_eos": "all"}]},
-         "datasets.1.train_on_eos: dropped because the end of every supervised turn is supervised, no other"),
+         "datasets.1.train_on_eos: dropped because only the end of supervised turns is supervised"),
         ("axolotl", {"warmup_steps": None, "max_steps": None}, "warmup_steps (by default 3 % of the steps, 100"),
-        ("axolotl", {"optimizer": "adamw_bnb_8bit"}, "optimizer: dropped because AdamW is the optimizer here"),
-        ("axolotl", {"tensor_parallel_size": 2}, "tensor_parallel_size: dropped because no tensor is split here"),
-        ("axolotl", {"sample_paking": True}, "sample_paking: dropped because there is no such key; the nearest is s"),
-        ("torchtune", {"dataset": ALPACA}, "dataset._component_: kept as data.train.0.format: instruction (the chat"),
-        ("torchtune", {"teacher": 1}, "teacher: dropped because there is no such key"),
+        ("axolotl", {"optimizer": "adamw_bnb_8bit"}, "optimizer: dropped because lit_fsdp uses AdamW"),
+        ("axolotl", {"tensor_parallel_size": 2}, "tensor_parallel_size: dropped because tensor parallelism"),
+        ("axolotl", {"sample_paking": True}, "sample_paking: dropped because the key is unknown; the closest is s"),
+        ("torchtune", {"dataset": ALPACA}, "dataset._component_: kept as data.train.0.format: instruction (only"),
+        ("torchtune", {"teacher": 1}, "teacher: dropped because the key is unknown"),
     ):  # fmt: skip
         found = convert(kind, {**(axolotl if kind == "axolotl" else tune), **given})
         differs = [str(fate) for fate in found.fates if fate.differs]

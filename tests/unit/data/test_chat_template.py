@@ -57,7 +57,7 @@ def test_a_file(tokenizer: Any, tmp_path: Path):
     path.write_text(CHATML, encoding="utf-8")
     assert RowEncoder(tokenizer, DataConfig(chat_template=str(path))).chat_template == CHATML
     path.write_text("{% for m in messages %}\n{{ m.role ", encoding="utf-8")
-    with pytest.raises(DataError, match=r"^rows\.jsonl:7: the chat template refuses it .unexpected end of template"):
+    with pytest.raises(DataError, match=r"^rows\.jsonl:7: the chat .* this conversation .unexpected end of template"):
         _text(tokenizer, chat_template=str(path))
     with pytest.raises(ConfigError, match=r"nowhere\.jinja .*\n  allowed: chatml, llama3, mistral, gemma, zephyr, pla"):
         find_template(str(tmp_path / "nowhere.jinja"), tokenizer)
@@ -90,7 +90,7 @@ def test_what_a_family_cannot_show(fitted: Any):
     table += [(name, say("a:2", "u:1"), None, "in turns, the user first") for name in ("mistral", "gemma")]
     table += [(name, say("u:1", "a:2", "s:x"), None, "at the beginning") for name in ("mistral", "gemma")]
     for name, messages, tools, said in table:
-        error = rf"(?s)^rows\.jsonl:7: the chat template refuses it \({name}.*{said}.*fix: "
+        error = rf"(?s)^rows\.jsonl:7: the chat template rejects this conversation \({name}.*{said}.*fix: "
         with pytest.raises(DataError, match=error):
             _text(tokenizer, messages, tools, chat_template=name)
 
@@ -110,7 +110,7 @@ def test_today_is_always_one_day(tokenizer: Any):
 def test_a_template_cannot_reach_python(tokenizer: Any):
     for inside in ("''.__class__.__mro__", "namespace.__init__.__globals__"):
         tokenizer.chat_template = "{{ " + inside + ".x }}" + CHATML
-        with pytest.raises(DataError, match="the chat template refuses it"):
+        with pytest.raises(DataError, match="the chat template rejects this conversation"):
             _text(tokenizer)
 
 

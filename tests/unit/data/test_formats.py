@@ -146,7 +146,7 @@ def test_a_wrong_map_of_turns_is_refused(tmp_path: Path):
     for key in ("role", "content", "train", "tool_calls"):
         config = DataConfig(turns=TurnsConfig(**{key: "spaeker"}))
         with pytest.raises(
-            DataError, match=rf"a\.jsonl: no message with the key 'spaeker'.*{key!r}\n  allowed: .*'speaker'"
+            DataError, match=rf"a\.jsonl: no message has the key 'spaeker'.*{key!r}\n  allowed: .*'speaker'"
         ):
             _ = find_sources(path, config)[0].row_format
     entry = SourceConfig(source=path, turns=TurnsConfig(roles={"bot": "user"}))
@@ -169,13 +169,13 @@ def test_messages_are_json_text_in_a_csv_file(tmp_path: Path):
         csv.writer(file).writerows([["messages", "id"], [json.dumps(turns), "1"], ["[{", "2"]])
     (where, row), (other, broken) = read_file(str(tmp_path / "rows.csv"))
     assert to_conversation(row, "messages", where).messages == turns
-    with pytest.raises(DataError, match=r"rows\.csv: row 1: messages are not JSON"):
+    with pytest.raises(DataError, match=r"rows\.csv: row 1: messages: invalid JSON"):
         to_conversation(broken, "messages", other)
 
 
 def test_a_bad_row_is_named():
-    known, calls = "of a message is not known here", "tool_calls are a list of calls with a function name"
-    either, part = "a message has role and content, or from and value", "a part of a content has type: text and text"
+    known, calls = "is not supported", "tool_calls must be a list of calls with function names"
+    either, part = "a message must have role and content, or from and value", "a content part must have only type: text"
     flags = ("training", "loss", "weight")
     turns: list[tuple[Any, str]] = [  # message 0 of a conversation
         ("Yo", f"{either}, not str 'Yo'"),
@@ -186,32 +186,32 @@ def test_a_bad_row_is_named():
         ({"role": "user", "utterance": "x"}, rf"{either}.*\n.*data\.turns: {{role: speaker"),
         ({"role": "user", "content": [{"type": "image_url"}]}, part),
         ({**YO, "train": "yes"}, "train str 'yes'\n  allowed: true or false"),
-        *(({**YO, key: 0.5}, f"{key} float '0.5'\n  allowed: true or false, or 1 or 0: ") for key in flags),
+        *(({**YO, key: 0.5}, f"{key} float '0.5'\n  allowed: true or false, or 1 or 0; ") for key in flags),
         ({**YO, "train": True, "weight": 0}, "train bool 'True', weight int '0'\n"),
-        ({**YO, "train_detail": []}, f"train_detail {known}\n.*write train: "),
+        ({**YO, "train_detail": []}, f"message key train_detail {known}\n.*write train: "),
         ({**YO, "function_call": 3}, calls),
-        ({**YO, "function_call": CALL, "tool_calls": [CALL]}, "calls twice\n.*keep one"),
-        ({"from": "function_call", "value": "f(1)"}, "function_call are not JSON"),
+        ({**YO, "function_call": CALL, "tool_calls": [CALL]}, "both tool_calls and function_call\n.*keep one"),
+        ({"from": "function_call", "value": "f(1)"}, "function_call: invalid JSON"),
         *(({"from": "function_call", "value": value}, calls) for value in ("", "[]", "3")),
-        ({**YO, "tool_responses": []}, f"tool_responses {known}\n.*a message of the role tool"),
+        ({**YO, "tool_responses": []}, f"message key tool_responses {known}\n.*a message of the role tool"),
         ({**YO, "content": [{**PART, "train": False}]}, part),
         ({**YO, "tool_calls": 3}, calls),
-        ({**YO, "tool_calls": [{"name": "f", "arguments": "{"}]}, "arguments of 'f' are not JSON"),
-        ({**YO, "tool_calls": [{"name": "f", "arguments": "[1]"}]}, "arguments of 'f' are an object, not list"),
+        ({**YO, "tool_calls": [{"name": "f", "arguments": "{"}]}, "arguments of 'f': invalid JSON"),
+        ({**YO, "tool_calls": [{"name": "f", "arguments": "[1]"}]}, "arguments of 'f' must be an object, not list"),
     ]
     table: list[tuple[Any, dict[str, Any], str]] = [
         ("messages", {"messages": [turn]}, f"message 0: {said}") for turn, said in turns
     ]
-    conversation = "a conversation is a list of at least one message, not"
+    conversation = "a conversation must be a non-empty list of messages, not"
     table += [
         ("messages", {"text": "a"}, f"{conversation} NoneType"),
         ("messages", {"messages": []}, f"{conversation} list '"),
-        ("messages", {"messages": [HI], "tools": "[" * 5000}, "tools are not JSON"),
-        ("messages", {"messages": [HI], "tools": [1]}, "tools are a list of JSON schemas"),
-        ("messages", {"messages": [HI], "chat_template_kwargs": "x"}, "chat_template_kwargs are names with values"),
-        ("messages", {"messages": [SYSTEM, HI], "system": "S"}, "a system column and a system message"),
-        ("messages", {"messages": [HI], "tools": [{}], "functions": [{}]}, "tools and functions\n.*keep one"),
-        ("instruction", {"instruction": "a", "output": "b", "history": ["c"]}, "history is a list of pairs"),
+        ("messages", {"messages": [HI], "tools": "[" * 5000}, "tools: invalid JSON"),
+        ("messages", {"messages": [HI], "tools": [1]}, "tools must be a list of JSON schemas"),
+        ("messages", {"messages": [HI], "chat_template_kwargs": "x"}, "chat_template_kwargs must be a mapping"),
+        ("messages", {"messages": [SYSTEM, HI], "system": "S"}, "both a system column and a system message"),
+        ("messages", {"messages": [HI], "tools": [{}], "functions": [{}]}, "both tools and functions\n.*keep one"),
+        ("instruction", {"instruction": "a", "output": "b", "history": ["c"]}, "history must be a list of"),
         ("instruction", {"instruction": "a", "input": 5, "output": "b"}, "input: text expected"),
         ("prompt_completion", {"prompt": [HI], "completion": "a"}, f"completion: {conversation} str"),
     ]

@@ -112,7 +112,7 @@ def test_a_share_of_few_rows_takes_one_and_leaves_one(small: Any, source: Path, 
     for val_split, taken in ((1e-9, 1), (1 - 1e-9, 3)):
         found = _prepare(small, source, val_split=val_split)
         assert (len(found["val"]), len(found["train"])) == (taken, 4 - taken)
-        said = f"data.val_split {val_split} takes {taken} of 4 rows: at least one, and leaves at least one\n"
+        said = f"data.val_split {val_split} takes {taken} of 4 rows: each split needs at least one row\n"
         assert capsys.readouterr().err.endswith(said)
     assert DataConfig(train=str(source), val_split=0).val_split is None
 

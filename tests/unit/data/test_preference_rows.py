@@ -66,12 +66,12 @@ def test_both_sides_are_cut_behind_the_same_tokens():
 def test_bad_rows_are_named_in_one_sentence():
     for row, message in [
         ({"prompt": "a", "chosen": "b", "rejected": None}, "chosen is str 'b' and rejected NoneType"),
-        ({"chosen": "a", "rejected": "a"}, "chosen and rejected are alike"),
+        ({"chosen": "a", "rejected": "a"}, "chosen and rejected are equal"),
         ({"chosen": "a", "rejected": [YO]}, "chosen is str 'a' and rejected list"),
         ({"chosen": 1, "rejected": 2}, "chosen is int '1' and rejected int '2'"),
-        ({"prompt": [HI], "chosen": [HI], "rejected": []}, "rejected: completion: a conversation is a list of at"),
-        ({"chosen": [YO], "rejected": [NO]}, "chosen: prompt: a conversation is a list of at"),
-        ({"prompt": "what?", "chosen": [HI, YO], "rejected": [HI, NO]}, "prompt is a text that chosen and rejected do"),
+        ({"prompt": [HI], "chosen": [HI], "rejected": []}, "rejected: completion: a conversation must be"),
+        ({"chosen": [YO], "rejected": [NO]}, "chosen: prompt: a conversation must be a non-empty list"),
+        ({"prompt": "what?", "chosen": [HI, YO], "rejected": [HI, NO]}, "prompt is not a common prefix"),
     ]:
         with pytest.raises(DataError, match=rf"^rows\.jsonl:3: {message}"):
             _encode(row, "preference", template=CHATML)

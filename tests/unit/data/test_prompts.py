@@ -63,7 +63,7 @@ def test_the_first_validation_rows(tmp_path: Path) -> None:
 def test_bad_prompts(tmp_path: Path) -> None:
     for row, said in (
         ({"answer": 1}, "cannot detect the row format from columns"),
-        ({"messages": [{"role": "user", "content": "long " * 300}, ANSWER]}, "nothing to ask .cut before"),
+        ({"messages": [{"role": "user", "content": "long " * 300}, ANSWER]}, "no usable prompt .cut before"),
     ):
         file = write_rows(tmp_path / "asked.jsonl", [{"text": "fine"}, row])
         with pytest.raises(DataError, match=rf"asked\.jsonl:2(?s:.*){said}"):

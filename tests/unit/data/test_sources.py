@@ -98,7 +98,7 @@ def test_a_broken_line_is_named_and_the_others_are_read(tmp_path: Path):
         assert second == {"prompt": "a", "completion": "b"}
         with pytest.raises(DataError, match=r"a\.csv: row 0: \d cells? for the 2 columns prompt, completion"):
             raise error
-    with pytest.raises(DataError, match=r"c\.csv: two columns of one name among a, b, a"):
+    with pytest.raises(DataError, match=r"c\.csv: duplicate column names in a, b, a"):
         _read(_write(tmp_path / "c.csv", "a,b,a\n1,2,3\n"))
 
 

@@ -261,7 +261,7 @@ def test_turns_that_cannot_be_split_are_refused(small: Any):
             encoder.encode([row_of], form, ["x"])
     short = unmarked(CHATML).replace("in messages", "in messages if m.role != 'system' or messages | length < 4")
     row_of, options = {"messages": say("s:S", *FOUR)}, {"split_turns": True}  # the second sample lacks the system's
-    with pytest.raises(DataError, match=r"^x: the chat template does not write message 0 \(system\), or"):
+    with pytest.raises(DataError, match=r"^x: the chat template omits message 0 \(system\), in"):
         encoder_of(small, DataConfig(**options), short).encode([row_of], "messages", ["x"])
     (row,) = encoder_of(small, DataConfig(**options, unwritten_text="allow"), short).encode([row_of], "messages", ["x"])
     assert (len(row.samples), row.unwritten) == (2, ("system",))
@@ -277,7 +277,7 @@ def test_which_turns(small: Any):
     assert "train" not in shown(small, encode(small, keys, flagged))
     last = CHATML.replace("m.role == 'assistant'", "m.role == 'assistant' and loop.last")
     assert supervised(small, last, say(*FOUR), supervise="last") == ["4<|im_end|>"]
-    with pytest.raises(DataError, match="does not show assistant turn 1 whole"):
+    with pytest.raises(DataError, match="does not write assistant turn 1 in full"):
         encode(small, last, say(*FOUR))
     for whole in (False, True):
         said = f"message 0: train: {str(not whole).lower()} on a message of the role user"
@@ -335,7 +335,7 @@ def test_a_token_across_the_border_is_split(small: Any):
 
 def test_a_template_that_does_something_else_is_refused(small: Any):
     """And marks around something else; or the model would learn to call without arguments, or to say nothing."""
-    shows, other = "does not show assistant turn 1 whole", "does something else with this conversation"
+    shows, other = "does not write assistant turn 1 in full", "renders this conversation differently"
     head, talk = "{% for m in messages %}[{{ m.role }}]", say("u:one", "a:two", "u:three", "a:four")
     turn = "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}</s>{% endgeneration %}{% endif %}"
     macro = "{% macro turn(m) %}[{{ m.role }}]" + turn + "{% endmacro %}"
@@ -344,7 +344,7 @@ def test_a_template_that_does_something_else_is_refused(small: Any):
         (CHATML.replace("{{ m.content }}", "{{ m.content }}{{ m.content }}"), talk, shows),
         (CHATML.replace("{{ m.content }}", "{{ m.content[:1] }}"), talk, other),
         (CHATML.replace("{{ m.role }}", "{{ m.content | length }}"), talk, other),
-        ("{{ raise_exception('roles must alternate') }}", talk, "refuses it .roles must alternate"),
+        ("{{ raise_exception('roles must alternate') }}", talk, "rejects this conversation .roles must alternate"),
     ]
     for said in ("''", "c.function.name | tojson", "c.function.name ~ (c.function.arguments | length)"):
         table.append((CHATML.replace("c.function | tojson", said), _calls(), shows))
@@ -391,7 +391,7 @@ def test_a_text_that_the_template_does_not_write_is_refused(small: Any):
         for whole in (False, True):
             encoder = encoder_of(small, DataConfig(train_on_prompt=whole), template)
             for _ in range(2):
-                with pytest.raises(DataError, match=rf"^a:1: .* not write {re.escape(said)}, or") as error:
+                with pytest.raises(DataError, match=rf"^a:1: .* omits {re.escape(said)}, in") as error:
                     encoder.encode([row], "messages", ["a:1"])
                 # where it would help: an answer to a tool lacks the system's words at inference too
                 assert ("split_turns" in str(error.value)) == (template == NEMO and not (whole or tools))
@@ -404,7 +404,7 @@ def test_a_text_that_the_template_does_not_write_is_refused(small: Any):
     with pytest.raises(DataError, match=r"fix:     data\.chat_template: chatml, or data\.on_bad_row: drop$"):
         encoder.encode([pair], "preference", ["a:1"])
     assert small.decode(encoder.open_conversation(asked, "a:1")) == "[INST]Be kind.\n\nBe kind.[/INST]"
-    with pytest.raises(DataError, match=r"^a:1: .* not write message 0 \(system\)"):
+    with pytest.raises(DataError, match=r"^a:1: .* omits message 0 \(system\)"):
         encoder.open_conversation(Conversation(talk), "a:1")
 
 
@@ -441,7 +441,7 @@ def test_a_word_goes_with_the_blank_before_it_and_a_part_of_one_is_refused():
     ((ids, mask),) = encoder.encode(["c ab c"], [[(2, 4)]], ["x"])
     assert (ids, mask.tolist()) == ([1, 0, 1], [False, True, False])
     for span in ((2, 3), (3, 4), (3, 5)):
-        with pytest.raises(DataError, match=r"^x: token '▁ab' lies across the border"):
+        with pytest.raises(DataError, match=r"^x: token '▁ab' crosses the boundary"):
             encoder.encode(["c ab c"], [[span]], ["x"])
 
 

@@ -77,7 +77,7 @@ def test_what_a_run_folder_holds(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert glance["final losses"] == "train_loss 2, val_loss 3.5"
     assert glance["sample at step 3"] == "two\nlines → last⟨U+001B⟩[2J"
     assert page.tables["Versions"] == [["torch", "2.99"]]
-    prompts = [row[1] for row in page.tables["Samples at the first and the last time"]]
+    prompts = [row[1] for row in page.tables["Samples, first and last generation"]]
     assert prompts == ["prompt", f"{EVIL} ***", "two\nlines"]
     assert ("⟨U+001B⟩" in page.text, "\x1b" in page.text) == (True, False)
 
@@ -110,7 +110,7 @@ def test_what_cannot_be_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
             lit_fsdp(["report", "runs/a", folder])
     for name, text in (("metrics.csv", "epoch,loss\n1,2\n"), ("audit.json", '{"engine": ')):
         Path("runs/a", name).write_text(text)
-        with pytest.raises(DataError, match=f"^runs/a/{name}: not as a run writes it: "):
+        with pytest.raises(DataError, match=f"^runs/a/{name}: not a valid file of a run: "):
             lit_fsdp(["report", "runs/a"])
 
 
