@@ -187,8 +187,8 @@ def _banded(tensors: Sequence[torch.Tensor], window: int | None, options: dict[s
         if query.device.type != "cpu" or query.dtype == torch.float32 or num_keys > _SHORT:
             return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped, **options)
         with torch.autocast("cpu", enabled=False):
-            exact = (x.float() for x in tensors)
-            out = F.scaled_dot_product_attention(*exact, is_causal=True, enable_gqa=grouped, **options)
+            query32, key32, value32 = (x.float() for x in tensors)
+            out = F.scaled_dot_product_attention(query32, key32, value32, is_causal=True, enable_gqa=grouped, **options)
         return out.to(query.dtype)
     if grouped:  # with a mask, fast kernels do not support grouped heads
         key, value = (repeat_kv(x, query.shape[1] // x.shape[1]) for x in (key, value))

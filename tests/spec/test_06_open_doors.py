@@ -160,7 +160,7 @@ def test_a_script_of_ones_own(here: Path) -> None:
     assert (told()["strategy"], told()["hidden"]) == ("FSDP2Strategy", 7)
     assert (told()["optimizer"], dict(told()["options"])["lr"]) == ("RMSprop", 0.2)  # type: ignore[call-overload]
     assert yaml.safe_load(Path("runs/run/recipe.yaml").read_text())["size"] == 7
-    assert "holds 1 checkpoint(s)" in said_by("train.py", "fit", *words, job="script", code=2)
+    assert "has 1 checkpoint(s)" in said_by("train.py", "fit", *words, job="script", code=2)
     said_by("train.py", "validate", *words, "--ckpt_path", "last", job="script")
     assert "write model.hidden" in said_by("train.py", "fit", "--model.hiden=3", job="script", code=2)
 

@@ -25,5 +25,5 @@ def test_on_four_processes_by_the_other_engine(reference: Path, stopped: Path) -
 
 def test_a_used_run_folder_is_not_overwritten(stopped: Path) -> None:
     before = logged(stopped)
-    assert "holds 1 checkpoint(s)" in fit(stopped, code=2)
+    assert "has 1 checkpoint(s)" in fit(stopped, code=2)
     assert logged(stopped) == before

@@ -52,7 +52,7 @@ def test_who_refuses_a_used_run_folder(tmp_path, monkeypatch):
         monkeypatch.setenv(name, "1")
     assert found(None, "used") == Resume(None)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    with pytest.raises(ConfigError, match="holds 1 checkpoint"):
+    with pytest.raises(ConfigError, match="has 1 checkpoint"):
         found(None, "used")
 
 

@@ -109,7 +109,7 @@ def test_a_bad_row_of_a_base_model_is_named():
         ({"prompt": "hi"}, "completion: text expected, not NoneType"),
         ({"prompt": "a", "completion": "b", "system": "c"}, "system has no effect on a plain-text prompt"),
         ({"prompt": "a", "completion": [TURN]}, "prompt: a conversation must be a non-empty list of messages, not str"),
-        ({"prompt": "\ud800 hi", "completion": "a"}, "unpaired surrogate"),
+        ({"prompt": "\ud800 hi", "completion": "a"}, "text with an unpaired surrogate"),
     ]:
         with pytest.raises(DataError, match=rf"^rows\.jsonl:3: {message}"):
             _encode(row, "prompt_completion", template=CHATML)

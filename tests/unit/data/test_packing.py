@@ -159,5 +159,5 @@ def test_weights_that_cannot_count_are_refused_before_training(small: Any, sourc
     first, second = (_write(source.with_name(f"{n}.jsonl"), range(n, n + 20)) for n in (0, 20))
     with pytest.raises(ConfigError, match=r"weights \(1000000\.0, 1\.0\) for sources of \[20, 20\] samples\n"):
         _prepare(small, source, train=[SourceConfig(source=first, weight=1e6), SourceConfig(source=second, weight=1.0)])
-    with pytest.raises(ConfigError, match=r"^val: got a source with a weight\n  allowed: none"):
+    with pytest.raises(ConfigError, match=r"^val: got a source with a weight\n  allowed: no weight"):
         DataConfig(val=[SourceConfig(source="a.jsonl", weight=1.0)])

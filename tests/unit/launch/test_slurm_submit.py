@@ -47,7 +47,7 @@ def test_render_prints_the_script_whatever_it_finds_and_submit_refuses_unless_fo
     assert capsys.readouterr().out == "4711\n"
     save_checkpoint(Path("run/checkpoints/step-00000001"), {}, {}, {"global_step": 1}, "full")
     assert slurm_command("submit") == 1
-    assert "which holds 1 checkpoint(s)" in capsys.readouterr().err
+    assert "which has 1 checkpoint(s)" in capsys.readouterr().err
     assert slurm_command("submit", "--ckpt_path", "last") == 0
 
 
