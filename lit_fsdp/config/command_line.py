@@ -1,4 +1,4 @@
-"""The words behind a verb: files first, later ones win, flags last; which classes they name, long or short."""
+"""Command-line arguments of a verb: files first, later ones win, flags last; the classes that they name."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from lit_fsdp.redaction import remember
 
 OWN_CLASSES = {"model": "lit_fsdp.CausalLMModule", "data": "lit_fsdp.CausalLMDataModule"}
 PREFERENCE = "lit_fsdp.PreferenceModule"
-"""Our other class for ``model``; its arguments are read as the section itself."""
+"""Our other class for ``model``; its arguments are parsed as keys of the section."""
 TRUSTED = ("lit_fsdp", "lightning", "pytorch_lightning", "torch", "torchao", "torchmetrics")
-"""Packages whose classes a recipe may name without being asked."""
+"""Packages whose classes a recipe may name without ``--allow-imports``."""
 _WRITES_TO_FOLDER = ("CSVLogger", "TensorBoardLogger")
 """Lightning's loggers whose ``save_dir`` has no default."""
 OWN_SECTIONS = {"model": ModelConfig, "data": DataConfig}
@@ -36,20 +36,20 @@ OWN_SECTIONS = {"model": ModelConfig, "data": DataConfig}
 
 @dataclass
 class CommandLine:
-    """The words behind a verb, files first, without the switches that are not part of a recipe."""
+    """The arguments after a verb, files first, without switches that are not part of a recipe."""
 
     words: list[str] = field(default_factory=list)
     files: list[Path] = field(default_factory=list)
     contents: list[dict[str, Any]] = field(default_factory=list)
     allow_imports: list[str] = field(default_factory=list)
-    """Packages, beside :data:`TRUSTED`, whose classes the recipe may name."""
+    """Packages, in addition to :data:`TRUSTED`, whose classes the recipe may name."""
     verbose: bool = False
     debug: bool = False
     print_config: bool = False
 
     @property
     def classes(self) -> dict[str, str]:
-        """Those of model, data and trainer.strategy for which a class is named, and the one that is named last."""
+        """The class named last for model, data and trainer.strategy; sections without a class are absent."""
         named = [(name, short_form(content.get(name))[0]) for content in self.contents for name in OWN_CLASSES]
         trainers = [content.get("trainer") for content in self.contents]
         named += [("trainer.strategy", short_form(one.get("strategy"))[0]) for one in trainers if isinstance(one, dict)]
@@ -57,18 +57,18 @@ class CommandLine:
 
     @property
     def foreign(self) -> dict[str, str]:
-        """Of :attr:`classes` those that are not what the short form stands for."""
+        """The entries of :attr:`classes` that differ from the default class of the section."""
         return {name: path for name, path in self.classes.items() if path not in (FACTORY, OWN_CLASSES.get(name))}
 
     @property
     def kinds(self) -> tuple[frozenset[str], bool]:
-        """Sections that are somebody else's, and whether the model is :data:`PREFERENCE`."""
+        """Sections with foreign classes, and whether the model is :data:`PREFERENCE`."""
         foreign = self.foreign
         is_preference = foreign.get("model") == PREFERENCE
         return frozenset(foreign.keys() - ({"model"} if is_preference else ())), is_preference
 
     def short_words(self, own_model: bool = True, names: Sequence[str] = tuple(OWN_CLASSES)) -> list[str]:
-        """The words with the sections ``names`` as short forms, whose classes are those of :attr:`classes`."""
+        """The words with the sections ``names`` in short form, for the classes in :attr:`classes`."""
         found = self._sections(own_model)
         words = [word for name, _, given, short in found for word in (short if name in names else given)]
         words = self._with_save_dirs(words)
@@ -83,10 +83,10 @@ class CommandLine:
         names: Iterable[str] = tuple(OWN_CLASSES),
         taken_by: Callable[[str], Iterable[str] | None] = lambda path: None,
     ) -> Any:
-        """The content of a file with the sections ``names`` as short forms of the class that is named last.
+        """Convert the sections ``names`` of a file's content to the short form of the class named last.
 
-        What is of another class, one that this file names or ours, and not taken by that one, is left out and said.
-        ``taken_by`` gives the arguments of a class that is not ours, where they can be known.
+        Drops and logs arguments of another class (named in this file, or ours) that this class does not accept.
+        ``taken_by`` returns the arguments of a foreign class, or None if they are unknown.
         """
         for name in names if isinstance(values, dict) else ():
             named, args = short_form(values.get(name))
@@ -97,7 +97,7 @@ class CommandLine:
                 extra = [key for key in args if key in theirs and key not in taken]
                 args = {key: value for key, value in args.items() if key not in extra}
                 if extra and is_first_process():
-                    say_once(f"{name}: {path} takes no {', '.join(extra)}; left out")
+                    say_once(f"{name}: {path} does not accept {', '.join(extra)}; ignored")
             if isinstance(args, dict) and "dict_kwargs" in args:
                 rest = {key: value for key, value in args.items() if key != "dict_kwargs"}
                 args = {"class_path": path, "init_args": rest, "dict_kwargs": args["dict_kwargs"]}
@@ -109,7 +109,7 @@ class CommandLine:
 
     @property
     def run_folder(self) -> str:
-        """``trainer.default_root_dir`` as it is given last; the default is named after the first file."""
+        """The last given ``trainer.default_root_dir``; the default is named after the first file."""
         trainers = [content.get("trainer") for content in self.contents]
         given = [trainer.get("default_root_dir") for trainer in trainers if isinstance(trainer, dict)]
         pairs = [
@@ -120,7 +120,7 @@ class CommandLine:
         return named[-1] if named else f"runs/{self.files[0].stem if self.files else 'run'}"
 
     def _with_save_dir(self, given: Any) -> Any:
-        """A value of ``trainer.logger`` whose loggers write to the run folder unless they have a ``save_dir``."""
+        """Set the run folder as ``save_dir`` of loggers in a ``trainer.logger`` value, unless they have one."""
         if isinstance(given, list):
             return [self._with_save_dir(logger) for logger in given]
         logger = {"class_path": given} if isinstance(given, str) else given
@@ -130,7 +130,7 @@ class CommandLine:
         return {**logger, "init_args": {"save_dir": self.run_folder, **args}}
 
     def _with_save_dirs(self, words: Sequence[str]) -> list[str]:
-        """Words whose loggers write to the run folder unless they have a ``save_dir``."""
+        """Set the run folder as ``save_dir`` of loggers in ``words``, unless they have one."""
         rest, found = list(words), list[str]()
         while rest:
             word = rest.pop(0)
@@ -149,7 +149,7 @@ class CommandLine:
         return found
 
     def _sections(self, own_model: bool = False) -> Iterator[tuple[str, str | None, list[str], list[str]]]:
-        """Flag by flag: the section it is about, the class it names, its words, and those in the short form."""
+        """Yield for each flag its section, the class it names, its words, and its words in short form."""
         words = list(self.words)
         while words:
             given = [words.pop(0)]
@@ -173,7 +173,7 @@ class CommandLine:
 
 
 def read_command_line(argv: Sequence[str]) -> CommandLine:
-    """Split the words behind a verb; ``--config`` files come first, later ones win, and flags are last."""
+    """Split the arguments after a verb; ``--config`` files come first, later ones win, and flags come last."""
     line, flags = CommandLine(allow_imports=os.environ.get("LIT_FSDP_ALLOW_IMPORTS", "").split(",")), []
     words = [underscored(word) for word in argv]
     while words:
@@ -202,20 +202,20 @@ def read_command_line(argv: Sequence[str]) -> CommandLine:
         is_class = last[:1].isupper() or package.partition(".")[0] in (*TRUSTED, *line.allow_imports)
         if section in OWN_CLASSES and not (is_class and re.fullmatch(r"\w+(\.\w+)+", named)):
             fix = f"write {section_fix(section, named)}"
-            raise ConfigError(section, named, "its keys, or the path of a class", fix)
+            raise ConfigError(section, named, "keys of the section, or the import path of a class", fix)
     if line.allow_imports and os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # as python -m has it
+        sys.path.insert(0, os.getcwd())  # as python -m does
     return line
 
 
 def _arguments(path: str) -> list[str]:
-    """The names of what a class of ours for ``model`` or ``data`` takes, none for another."""
+    """Argument names of our classes for ``model`` or ``data``; empty for other classes."""
     classes = {PREFERENCE: PreferenceModelConfig} | {OWN_CLASSES[name]: cls for name, cls in OWN_SECTIONS.items()}
     return [field.name for field in dataclasses.fields(classes[path])] if path in classes else []
 
 
 def short_form(section: Any) -> tuple[str | None, Any]:
-    """The class that a section names, if it does, and its arguments: beside ``class_path`` or in ``init_args``."""
+    """The class that a section names, or None, and its arguments, next to ``class_path`` or in ``init_args``."""
     if isinstance(section, str):
         return section, {}
     if not isinstance(section, dict):
@@ -228,7 +228,7 @@ def short_form(section: Any) -> tuple[str | None, Any]:
 
 
 def _value_of(text: str) -> Any:
-    """The value of a flag; None for one that the parser refuses."""
+    """The value of a flag; None if it is not YAML."""
     try:
         return load_yaml(text)
     except (yaml.YAMLError, ValueError):

@@ -1,4 +1,4 @@
-"""One parser: jsonargparse over the dataclasses of this folder reads files and flags, without torch.
+"""The recipe parser: jsonargparse reads files and flags into the dataclasses of this folder, without torch.
 
 :class:`lit_fsdp.cli.RecipeCLI` builds Lightning's parser from the same dataclasses and shares :func:`complete`.
 """
@@ -51,14 +51,14 @@ from lit_fsdp.redaction import HIDDEN, hidden_keys
 
 SECTIONS = {"checkpoint": CheckpointConfig, "resume": ResumeConfig, "samples": SamplesConfig, "slurm": SlurmConfig}
 _ANYTHING = list | dict | bool | int | float | str | None
-"""What is not looked at here; Any would import the classes that it names."""
+"""Type of values that are not checked here; ``Any`` would import the classes that they name."""
 PATHS = {
     "model": ("name", "tokenizer"),
     "data": ("train", "val", "test", "predict", "chat_template", "cache_dir"),
     "samples": ("prompts",),
     "slurm": ("container", "container_mounts", "env_file"),
 }
-"""By section, the keys whose text names files; under ``trainer`` any may."""
+"""By section, the keys whose values are paths; under ``trainer``, any value may be a path."""
 
 
 def lightning_keys() -> list[str]:
@@ -70,7 +70,7 @@ def lightning_keys() -> list[str]:
 
 
 def recipe_parser(foreign: Iterable[str] = (), is_preference: bool = False) -> ArgumentParser:
-    """Build the parser of a recipe; sections in ``foreign`` may hold anything, ``model`` those of preferences."""
+    """Build the recipe parser; sections in ``foreign`` accept anything, ``model`` may be that of preferences."""
     use_loader("model" not in foreign)
     return _recipe_parser(frozenset(foreign), is_preference)
 
@@ -103,7 +103,7 @@ def _recipe_parser(foreign: frozenset[str], is_preference: bool) -> ArgumentPars
 
 
 def parse(parser: ArgumentParser, words: Sequence[str], known: Iterable[str] = (), defaults: bool = True) -> Namespace:
-    """Parse ``words``; the parser's errors become ours, with the nearest of its keys and those ``known``."""
+    """Parse ``words``; convert parser errors to ours, with the nearest of the parser's keys and ``known``."""
     return translated(parser, lambda: parser.parse_args(list(words), defaults=defaults), known)
 
 
@@ -117,15 +117,15 @@ class LoadedRecipe:
 
 
 def load_recipe(argv: Sequence[str], verb: str, also: Sequence[str] = ()) -> LoadedRecipe:
-    """Read ``--config`` files and ``--key value`` flags, later wins, and check every rule; torch is not imported.
+    """Read ``--config`` files and ``--key value`` flags (later ones win) and check every rule, without torch.
 
     Args:
-        argv: Words of the command line, without those that belong to the verb itself.
-        verb: What the recipe is for; rules that concern only a training run look at it.
-        also: Flags of the verb itself, to be named in the error about a flag that does not exist.
+        argv: Command-line arguments without the verb's own flags.
+        verb: The verb that uses the recipe; some rules apply only to training.
+        also: The verb's own flags, for suggestions in the error about an unknown flag.
     """
     line = read_command_line(argv)
-    require(not line.print_config, "--print_config", "with this verb", "fit", "lit-fsdp fit ... --print_config")
+    require(not line.print_config, "--print_config", "a verb other than fit", "fit", "lit-fsdp fit ... --print_config")
     parsed, foreign, is_preference = _parsed(line, also), *line.kinds
     parsed.pop("config", None)
     model, data = (None if name in foreign else parsed[name] for name in OWN_CLASSES)
@@ -153,7 +153,7 @@ def load_recipe(argv: Sequence[str], verb: str, also: Sequence[str] = ()) -> Loa
 
 
 def values_of_flags(line: CommandLine, also: Sequence[str] = ()) -> dict[str, Any]:
-    """The values that the flags of a command line give, by full key, however they are written."""
+    """The values that the flags of a command line set, by full key, in short or long form."""
     flags = dataclasses.replace(line, words=line.words[len(line.files) :])
     return dict(leaves(plain(_parsed(flags, also, defaults=False))))
 
@@ -168,17 +168,17 @@ def _parsed(line: CommandLine, also: Sequence[str], defaults: bool = True) -> Na
 def complete(
     parsed: Namespace, line: CommandLine, model: Namespace | None, data: Namespace | None, strategy: Namespace | None
 ) -> None:
-    """Fill in, in place, what follows from other values: paths, the run folder, Lightning's words, the miniature.
+    """Fill in derived values in place: paths, the run folder, precision, the miniature.
 
-    ``model``, ``data`` and ``strategy`` are the arguments of our own, None for somebody else's.
+    ``model``, ``data`` and ``strategy`` are the arguments of our classes, None for foreign classes.
 
     Raises:
-        ConfigError: A variable in a path is not set, a secret was not written down, or two words for precision differ.
+        ConfigError: A variable in a path is not set, a secret was not saved, or two precision settings differ.
     """
     flags = {word.removeprefix("--").partition("=")[0] for word in line.words}
     for key in (key for key in hidden_keys(plain(parsed)) if key not in flags):
-        given = f"{HIDDEN}, which stands for a secret that was not written down"
-        raise ConfigError(key, given, "the value itself", f"give it again: --{key} VALUE, or one more --config file")
+        given = f"{HIDDEN}, a placeholder for a secret that was not saved"
+        raise ConfigError(key, given, "the actual value", f"pass it again: --{key} VALUE, or another --config file")
     ours = {"model": model, "data": data, "samples": parsed.samples, "slurm": parsed.slurm}
     for name, section in ((name, section) for name, section in ours.items() if section is not None):
         for key in PATHS[name]:
@@ -207,7 +207,7 @@ def complete(
 
 
 def _keep_later(data: Namespace, line: CommandLine, *names: str) -> None:
-    """Of options of ``data`` that stand for each other the one given later holds, a flag over a file."""
+    """Keep the last given of alternative ``data`` options ``names``; a flag overrides a file."""
     given = [set(short_form(content.get("data"))[1] or ()) for content in line.contents]
     given += [{word.removeprefix("--data.").partition("=")[0]} for word in line.short_words() if word[:7] == "--data."]
     last: set[str] = next((found for keys in reversed(given) if (found := keys.intersection(names))), set())

@@ -1,4 +1,4 @@
-"""Errors of jsonargparse as ours: the full path, what was given, what is allowed, the nearest key."""
+"""Convert errors of jsonargparse to ours: full path, given value, allowed values, nearest key."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from lit_fsdp.config.words import ROWS_FILES, here, section_fix
 from lit_fsdp.errors import ConfigError
 
 _LISTS = ("trainer.callbacks.", "trainer.logger.", "trainer.plugins.")
-"""What is below are arguments of somebody's classes."""
+"""Keys below these prefixes are arguments of foreign classes."""
 
 
 def translated(parser: ArgumentParser, read: Callable[[], Namespace], known: Iterable[str] = ()) -> Namespace:
-    """Call ``read``; an error of the parser becomes a ConfigError with the nearest of its keys and ``known``."""
+    """Call ``read``; convert parser errors to ConfigError, with the nearest of the parser's keys and ``known``."""
     try:
         return read()
     except ConfigError:
@@ -33,12 +33,12 @@ def translated(parser: ArgumentParser, read: Callable[[], Namespace], known: Ite
 
 
 def parser_error(message: str, known: Iterable[str]) -> ConfigError:
-    """Turn an error of jsonargparse into ours: what it says, the full path, and the nearest key or word."""
+    """Convert an error message of jsonargparse to ours, with the full path and the nearest key or value."""
     dests = [dest.replace("-", "_") for dest in known if not dest.endswith("help")]
     every = {".".join(dest.split(".")[: i + 1]) for dest in dests for i in range(dest.count(".") + 1)}
     denied = re.search(r"Importing '([\w.]+)' is not allowed", message)
     keys = re.findall(r'Parser key "([^"]+)"', message) or ["recipe"]
-    inner = next((one for one in keys[1:] if not one.startswith(keys[0])), None)  # of a section inside of another
+    inner = next((one for one in keys[1:] if not one.startswith(keys[0])), None)  # of a nested section
     key = f"{keys[0]}.{inner}" if inner else keys[0]
     if denied:
         return not_allowed(key, denied[1])
@@ -60,16 +60,16 @@ def parser_error(message: str, known: Iterable[str]) -> ConfigError:
         is_known |= meant.partition(":")[0] in every and not full.startswith(_LISTS)
         near = meant if is_known else _nearest(wanted_key, beside, every)
         if parent == "model" and name.rpartition(".")[2] in {field.name for field in dataclasses.fields(LoraConfig)}:
-            near = f"model.lora.{name.rpartition('.')[2]}"  # of adapters, and not known where lora is null
+            near = f"model.lora.{name.rpartition('.')[2]}"  # unknown to the parser if lora is null
         fix = f"write {near}" if near else "remove it"
         if Path(name).suffix in (".yaml", ".yml"):
             fix = f"write --config {name}"
-        elif f": {name}" in message and (name.endswith(ROWS_FILES) or "/" in name):  # not behind dashes
+        elif f": {name}" in message and (name.endswith(ROWS_FILES) or "/" in name):  # not a flag
             fix = f"write {section_fix('data' if name.endswith(ROWS_FILES) else 'model', name)}"
         if full.startswith("model.preference") and "model.preference" not in every:
             fix = f"set model.class_path: {PREFERENCE}"
         names = ", ".join(one.rpartition(".")[2] for one in beside)
-        if not names:  # of a class that is not ours
+        if not names:  # of a foreign class
             return ConfigError(full, "a key that does not exist", "an argument of that class", "remove it")
         return ConfigError(full, "a key that does not exist", f"one of {names}", fix)
     whole = re.search(r"Unable to load config '(.*?)'\n|thus '?(.*?)'? is not accepted as class_path", message)
@@ -77,12 +77,12 @@ def parser_error(message: str, known: Iterable[str]) -> ConfigError:
         names = ", ".join(one.rpartition(".")[2] for one in sorted(every) if one.rpartition(".")[0] == key)
         return ConfigError(key, whole[1] or whole[2], f"a mapping with {names}", f"write {section_fix(key)}")
     rule = re.search(r"- (\w+): got (.*)\n\s*allowed: (.*)(?:\n\s*fix: *(.*))?", message)
-    if rule:  # of a section that stands for a word
+    if rule:  # of a section that also accepts a single word
         return ConfigError(f"{key}.{rule[1]}", rule[2], rule[3], rule[4] or "")
     why = r"(module .* has no attribute .*|No module named .*|does not correspond .*)"
     lost = re.search(rf"(?:class_path '|Import path )([\w.]+)(?:':\s+| ){why}", message)
     if lost:
-        return ConfigError(key, f"{lost[1]} ({lost[2]})", "a class of this kind that can be imported")
+        return ConfigError(key, f"{lost[1]} ({lost[2]})", "an importable class of this type")
     value = re.search(r"(?:Got|Given) value: (.*)", message)
     wanted = re.findall(r"Expected an? (.*?)(?:\. Got value.*)?$", message, re.MULTILINE)
     if not value or not wanted:
@@ -107,24 +107,24 @@ def parser_error(message: str, known: Iterable[str]) -> ConfigError:
 
 
 def _as_yaml(text: str) -> str:
-    """What jsonargparse prints of a value, without names of its own classes."""
+    """Format a value that jsonargparse prints as YAML, without the names of its classes."""
     text = re.sub(r"NestedArg\(key='\w+', val='?(.*?)'?\)", r"\1", text)
-    for _ in range(text.count("Namespace(")):  # from the inside out
+    for _ in range(text.count("Namespace(")):  # innermost first
         text = re.sub(r"Namespace\(([^()]*)\)", lambda found: f"{{{found[1].replace('=', ': ')}}}", text)
     return {"None": "null", "True": "true", "False": "false"}.get(text, text)
 
 
 def not_allowed(key: str, path: str) -> ConfigError:
-    """Build the error about a class of a package that is not allowed, which has not been imported."""
+    """Build the error for a class of a package that is not allowed, and thus not imported."""
     package = path.partition(".")[0]
     fix = f"add --allow-imports {package}, or set LIT_FSDP_ALLOW_IMPORTS={package}"
-    return ConfigError(key, path, f"classes of {', '.join(TRUSTED)}, and of packages that are allowed", fix)
+    return ConfigError(key, path, f"classes of {', '.join(TRUSTED)}, and of allowed packages", fix)
 
 
 def _nearest(name: str, *groups: Iterable[str]) -> str | None:
-    """The nearest by meaning, else by letters; of several groups the first that has one.
+    """The nearest name by meaning, else by spelling; earlier groups take precedence.
 
-    By meaning: the same last word, or its initials, as learning_rate is meant by lr.
+    By meaning: the last part is the same or an acronym, as lr for learning_rate.
     """
     last = name.rpartition(".")[2]
     meant = ("".join(part[:1] for part in last.split("_")), last, *name.split("-"))

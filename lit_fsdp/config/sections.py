@@ -1,4 +1,4 @@
-"""Typed sections from mappings, and mappings from sections."""
+"""Convert mappings to typed sections, and sections to mappings."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def build(cls: type[T], values: Mapping[str, Any], path: str) -> T:
-    """Build the dataclass ``cls`` from a mapping as a recipe or a Python caller gives it.
+    """Build the dataclass ``cls`` from a mapping that a recipe or a Python caller gives.
 
     Raises:
-        ConfigError: A key or value that does not exist, or a rule of ``cls``; names the path from ``path`` on.
+        ConfigError: An unknown key, an invalid value, or a violated rule of ``cls``; the path starts with ``path``.
     """
     use_loader()
     parser = _section_parser(typing.cast(Any, cls), path)
@@ -44,9 +44,9 @@ def _section_parser(cls: type[Any], path: str) -> ArgumentParser:
 
 
 def takes_fields(section: type[Any], returns: Any = None) -> Callable[[F], F]:
-    """Decorate a function that hands its keyword arguments to the dataclass ``section``.
+    """Decorate a function that passes its keyword arguments to the dataclass ``section``.
 
-    ``help()``, completion and parsers then see the fields: names, types, defaults, and the texts under them.
+    ``help()``, completion and parsers then show the fields: names, types, defaults and docstrings.
     """
 
     def describe(function: F) -> F:
@@ -58,7 +58,7 @@ def takes_fields(section: type[Any], returns: Any = None) -> Callable[[F], F]:
         head, _, rest = (function.__doc__ or "").partition("    Args:\n        **kwargs:")
         rest = rest.partition("\n")[2].strip("\n")
         parts = (inspect.cleandoc(head), "Args:\n" + "\n".join(args), inspect.cleandoc(rest))
-        # the first line does not count for how far the others are indented
+        # inspect ignores the first line's indentation
         function.__doc__ = ("" if head else "\n") + "\n\n".join(part for part in parts if part)
         return function
 
@@ -66,7 +66,7 @@ def takes_fields(section: type[Any], returns: Any = None) -> Callable[[F], F]:
 
 
 def _texts_of(section: type[Any]) -> dict[str, str]:
-    """The sentences under the fields of a dataclass, which are not kept at run time."""
+    """The docstrings of a dataclass's fields, read from the source because Python does not keep them."""
     found: dict[str, str] = {}
     for cls in reversed([cls for cls in section.__mro__ if dataclasses.is_dataclass(cls)]):
         (tree,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
@@ -79,7 +79,7 @@ def _texts_of(section: type[Any]) -> dict[str, str]:
 
 
 def typed(cls: type[T], values: Any, path: str) -> T:
-    """Build the dataclass ``cls`` from a namespace that the parser has checked; its rules name the full path."""
+    """Build the dataclass ``cls`` from a namespace that the parser has checked; errors have the full path."""
     hints = typing.get_type_hints(cls)
     items = vars(values) if isinstance(values, Namespace) else values
     built = {name: _typed_value(hints[name], value, f"{path}.{name}") for name, value in items.items()}
@@ -89,9 +89,9 @@ def typed(cls: type[T], values: Any, path: str) -> T:
         within = error.field.startswith(path) or error.field.split(".")[0] in OWN_CLASSES
         name = error.field if within else f"{path}.{error.field}"
         raise ConfigError(name, error.given, error.allowed, error.fix) from None
-    except TypeError:  # of a rule about a number that is null, which jsonargparse lets pass inside of a Union
+    except TypeError:  # of a rule that compares a number that is null, which jsonargparse accepts in a Union
         null = next((name for name, value in built.items() if value is None and hints[name] in (int, float)), None)
-        require(null is None, f"{path}.{null}", "null", "a number", f"drop {null}")
+        require(null is None, f"{path}.{null}", "null", "a number", f"remove {null}")
         raise
 
 
@@ -107,7 +107,7 @@ def _typed_value(hint: Any, value: Any, path: str) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """Mappings and lists in place of namespaces and dataclasses."""
+    """Convert namespaces and dataclasses to mappings and lists."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, (Namespace, Mapping)):
@@ -117,13 +117,13 @@ def plain(value: Any) -> Any:
 
 
 def changed_values(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """One line per value, with its full key, that differs between two recipes; a key that is not there is null."""
+    """One line, with the full key, per value that differs between two recipes; a missing key is None."""
     old, new = dict(leaves(before)), dict(leaves(after))
     return [f"{key}: {old.get(key)!r} → {new.get(key)!r}" for key in {**old, **new} if old.get(key) != new.get(key)]
 
 
 def leaves(values: Mapping[str, Any], path: str = "") -> Iterable[tuple[str, Any]]:
-    """Full key and value of everything in nested mappings."""
+    """Yield the full key and the value of each leaf of nested mappings."""
     for key, value in values.items():
         where = f"{path}.{key}" if path else str(key)
         yield from leaves(value, where) if isinstance(value, Mapping) and value else [(where, value)]

@@ -1,4 +1,4 @@
-"""Names of keys, verbs and flags in other trainers, and ours; used for suggestions when an unknown name is refused."""
+"""Names of keys, verbs and flags in other trainers, mapped to ours for suggestions in errors about unknown names."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ _FLAGS = {
     "--max_new_tokens": "max_tokens max_length",
 }
 HERE, VERBS = ({word: ours for ours, words in table.items() for word in words.split()} for table in (_KEYS, _VERBS))
-"""Maps their key or verb to ours, which may be followed by a value or a flag."""
+"""Maps a key or verb of another trainer to ours, which may be followed by a value or a flag."""
 _SECTIONS = {"model": "--model.name VALUE", "data": "--data.train VALUE", "model.lora": "model.lora: {}",
              "resume": "--ckpt_path last", "model.optim": "--model.optim.class_path torch.optim.AdamW"}  # fmt: skip
 ROWS_FILES = (".jsonl", ".json", ".csv", ".tsv", ".txt", ".parquet", ".arrow", ".gz")
@@ -84,7 +84,7 @@ def meant_flag(name: str, flags: list[str]) -> str:
 
 
 def section_fix(section: str, value: str = "VALUE") -> str:
-    """What to write instead of one value for a whole section."""
+    """What to write instead of a single value for a whole section."""
     return _SECTIONS.get(section, f"--{section}.KEY VALUE").replace("VALUE", value)
 
 

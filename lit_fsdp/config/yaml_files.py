@@ -1,4 +1,4 @@
-"""Recipe files: YAML in which 12:00:00 is text and 1e-4 a number, and what jsonargparse reads of it."""
+"""Recipe files: YAML in which 12:00:00 is text and 1e-4 is a number, and the loader that jsonargparse uses."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _RecipeLoader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0
 
 
 def load_yaml(text: str) -> Any:
-    """YAML as data."""
+    """Parse YAML text."""
     values = yaml.load(text, _RecipeLoader)  # noqa: S506 (a SafeLoader)
     trainer: Any = values.get("trainer") if isinstance(values, dict) else None
     if isinstance(trainer, dict) and trainer.get("strategy") == FACTORY:
@@ -42,9 +42,9 @@ def load_yaml(text: str) -> Any:
 
 
 def use_loader(own_model: bool = True, change: Callable[[Any], Any] = lambda values: values) -> None:
-    """Make jsonargparse read YAML with :func:`load_yaml`, and ``change`` what it has read.
+    """Make jsonargparse parse YAML with :func:`load_yaml` and apply ``change`` to the result.
 
-    Of an ``own_model``, ``class_path`` and ``init_args`` of ``model.optim`` name the optimizer.
+    With ``own_model``, ``class_path`` and ``init_args`` of ``model.optim`` name the optimizer.
     """
 
     def load(text: str) -> Any:
@@ -56,7 +56,7 @@ def use_loader(own_model: bool = True, change: Callable[[Any], Any] = lambda val
 
 
 def own_optim(model: dict[str, Any]) -> dict[str, Any]:
-    """The section with ``class_path`` and ``init_args`` of ``optim`` as ``optimizer`` and ``optimizer_args``."""
+    """Rename ``class_path`` and ``init_args`` of a section's ``optim`` to ``optimizer`` and ``optimizer_args``."""
     optim, words = model.get("optim"), {"class_path": "optimizer", "init_args": "optimizer_args"}
     return model | {"optim": {words.get(k, k): v for k, v in optim.items()}} if isinstance(optim, dict) else model
 
@@ -65,12 +65,12 @@ def read_yaml(path: Path) -> dict[str, Any]:
     """Read a recipe file as a mapping and remember its secrets, so that no message shows them.
 
     Raises:
-        ConfigError: The file is missing (near names are given), is no YAML, or holds no mapping.
+        ConfigError: The file is missing (the error lists similar names), is not YAML, or is not a mapping.
     """
     if not path.is_file():
         folder = path.parent if path.parent.is_dir() else Path()
         near = difflib.get_close_matches(path.name, [p.name for p in folder.glob("*.y*ml")], n=3, cutoff=0.3)
-        there = ", ".join(str(folder / name) for name in near) or f"no such YAML file in {folder.resolve().name}/"
+        there = ", ".join(str(folder / name) for name in near) or f"no similar name in {folder.resolve().name}/"
         _, ships = shipped_file(str(path), ".yaml")
         allowed = f"an existing YAML file: {there}; or a name that lit-fsdp recipes ls prints"
         fix = f"write --config {ships[0]}" if ships else "check the path"
@@ -79,10 +79,10 @@ def read_yaml(path: Path) -> dict[str, Any]:
     try:
         content = load_yaml(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        # its text quotes the line, which may hold a secret
+        # the error's text quotes the line, which may contain a secret
         mark, why = getattr(error, "problem_mark", None), getattr(error, "problem", type(error).__name__)
         why = f"{why} in line {mark.line + 1}" if mark else why
-        raise ConfigError("--config", f"{path}, which is no YAML ({why})", "YAML", "mend that line") from None
-    require(isinstance(content, dict), "--config", f"{path} with {type(content).__name__}", "a mapping of sections")
+        raise ConfigError("--config", f"{path}, which is not YAML ({why})", "YAML", "fix that line") from None
+    require(isinstance(content, dict), "--config", f"{path}, a {type(content).__name__}", "a mapping of sections")
     remember(content)
     return typing.cast(dict[str, Any], content)

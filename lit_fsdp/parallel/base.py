@@ -1,4 +1,4 @@
-"""What all engines share, a mixin in front of a Lightning strategy: set-up, audit, dtype contract, steps."""
+"""The mixin for Lightning strategies that all engines share: setup, audit, dtype contract, steps."""
 
 from __future__ import annotations
 
@@ -83,11 +83,11 @@ _FREE_CHOICES = "process_group_backend timeout_seconds state_dict verbose contra
 
 
 def build_mesh(device_type: str, replicate_degree: int, shard_degree: int, timeout: timedelta) -> DeviceMesh:
-    """A 1-D ``(dp_shard)`` mesh, or ``(dp_replicate, dp_shard)``; neighboring ranks, of a node, form a shard group."""
+    """Build a ``(dp_shard)`` or ``(dp_replicate, dp_shard)`` mesh; neighboring ranks of a node form a shard group."""
     if replicate_degree == 1:
         return init_device_mesh(device_type, (shard_degree,), mesh_dim_names=(SHARD,))
     ranks = torch.arange(replicate_degree * shard_degree).reshape(replicate_degree, shard_degree)
-    # made here, as the groups that torch makes wait for its own default timeout
+    # created here because groups that torch creates have its default timeout
     groups: list[Any] = [
         dist.new_subgroups_by_enumeration(along.tolist(), timeout=timeout)[0] for along in (ranks.T, ranks)
     ]
@@ -95,7 +95,7 @@ def build_mesh(device_type: str, replicate_degree: int, shard_degree: int, timeo
 
 
 class RedirectedForward:
-    """The ``forward`` of a sharded module: through the root, which calls it again for its own forward or for a step."""
+    """Redirects ``forward`` of a sharded module through the root, which calls back for the forward or a step."""
 
     def __init__(self, strategy: EngineStrategy, module: nn.Module) -> None:
         self.strategy, self.forward = strategy, module.forward
@@ -112,7 +112,7 @@ class RedirectedForward:
         return self.run(self.forward, *args, **kwargs)
 
     def run(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a function of the module between the root's hooks; without a backward pass, free what they gathered."""
+        """Run a method of the module between the root's hooks; without gradients, free the gathered parameters."""
         before, self._is_inside, self._method = self._is_inside, True, method
         root: Any = self.strategy._root
         try:
@@ -129,8 +129,8 @@ class EngineStrategy(ForeignParts):
     """The engine-independent half of a strategy; built by :func:`lit_fsdp.fsdp_strategy`."""
 
     cluster_environment: Any
-    shard_group: dist.ProcessGroup | None  # of the ranks that together hold one copy; None: each holds all of it
-    has_copies: bool  # which must decide alike
+    shard_group: dist.ProcessGroup | None  # ranks of one sharded copy; None: each rank has a whole copy
+    has_copies: bool  # replicas must make the same decisions
     num_nodes: int
     num_processes: int
     world_size: int
@@ -142,7 +142,7 @@ class EngineStrategy(ForeignParts):
         self.config = config
         is_fp16 = config.precision_config.row.compute == "fp16"
         self._plugin = GuardedSteps(config.nonfinite_gradients, is_fp16, self)
-        # by what a module that runs backward on sums divides beforehand, so that nothing overflows
+        # modules that run backward on a sum divide it by this first, to avoid overflow
         self.loss_divisor = 1024.0 if is_fp16 else 1.0
         self._root = None
         self._owner: Any = None
@@ -152,9 +152,9 @@ class EngineStrategy(ForeignParts):
         self.contract = DtypeContract(config)
         self.checkpoint_files: dict[str, bytes] = {}
         self.replicated: list[nn.Parameter] = []
-        self.context: RowParts | None = None  # of the ranks that hold parts of the same rows
+        self.context: RowParts | None = None  # of the ranks with parts of the same rows
         self.expert_group: dist.ProcessGroup | None = None  # of the ranks that divide experts
-        self.expert_mesh: DeviceMesh | None = None  # of the ranks that hold the same experts
+        self.expert_mesh: DeviceMesh | None = None  # of the ranks with the same experts
         STRATEGIES.add(self)
         super().__init__(
             process_group_backend=config.process_group_backend, timeout=timedelta(seconds=config.timeout_seconds)
@@ -164,30 +164,30 @@ class EngineStrategy(ForeignParts):
 
     @abstractmethod
     def _shard(self, module: nn.Module, plan: UnitPlan, materializer: Materializer) -> nn.Module:
-        """Wrap the module, filled by then; the root that is called in every step."""
+        """Fill and wrap the module; return the root that is called in every step."""
 
     def reshard(self) -> None:
-        """Free what is still gathered: optimizers are made of shards, and copies would not see what these move."""
+        """Free gathered parameters: optimizers update shards, and gathered copies would miss these updates."""
 
     @abstractmethod
     def _no_sync(self) -> AbstractContextManager[Any]:
-        """A context in which a backward pass reduces nothing."""
+        """A context in which backward passes do not reduce gradients."""
 
     def _start_process_group(self) -> None:
         super().setup_environment()  # type: ignore[misc]
 
     @property
     def precision_plugin(self) -> Any:
-        """The plugin that clips; dtypes are the strategy's alone."""
+        """The plugin that clips gradients; only the strategy sets dtypes."""
         return self._plugin
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Any) -> None:
         given = "32-true" if plugin is None else plugin.precision
-        require(given == "32-true", "Trainer(precision=...)", given, "nothing beside fsdp_strategy(precision=...)")
+        require(given == "32-true", "Trainer(precision=...)", given, "unset; use only fsdp_strategy(precision=...)")
 
     def check_environment(self, trainer: Any, module: Any, verb: str) -> None:
-        """Refuse what goes wrong on these ranks and devices, or with this Trainer; needs no process group."""
+        """Refuse settings that fail on these ranks and devices, or with this Trainer; needs no process group."""
         config = self.config
         mesh_shape(config, self.num_nodes, self.num_nodes * self.num_processes, self.path)
         check_device(config, self.root_device.type, self.path)
@@ -199,17 +199,17 @@ class EngineStrategy(ForeignParts):
             self._check_experts(model)
         if verb == "fit":
             self._check_accumulation(trainer)
-        # the root counts on one backward pass, after which the step comes
+        # the root expects one backward pass, followed by the step
         wrong = config.engine == "fsdp1" and verb == "fit" and not module.automatic_optimization
         given = f"fsdp1 with manual optimization ({type(module).__name__})"
         require(not wrong, f"{self.path}.engine", given, "fsdp2 | ddp | single")
 
     def _check_context(self, module: Any) -> str:
-        """How attention meets; refuses a module that would compute all of a row on every rank."""
+        """The context-parallel attention method; refuses a module that would compute whole rows on every rank."""
         path = f"{self.path}.context_parallel"
         given = f"above 1 for {type(module).__name__}"
-        allowed = "1, or a module that cuts its batches by strategy.context"
-        fix = "call strategy.context.inputs in its steps, and say so: cuts_rows = True; see docs/own-module.md"
+        allowed = "1, or a module that splits its batches with strategy.context"
+        fix = "call strategy.context.inputs in its steps and set cuts_rows = True; see docs/own-module.md"
         require(getattr(module, "cuts_rows", False), path, given, allowed, fix)
         if (model := self._transformer(module)) is None:
             return "ulysses" if (method := self.config.context_config.method) == "auto" else method
@@ -218,7 +218,7 @@ class EngineStrategy(ForeignParts):
 
     @staticmethod
     def _transformer(module: Any) -> Any:
-        """The model of transformers in a LightningModule; None if it comes in ``configure_model``."""
+        """The Transformers model in a LightningModule; None if ``configure_model`` creates it."""
         models = (m for m in module.modules() if isinstance(m, PreTrainedModel))
         return module.build().model if hasattr(module, "build") else next(models, None)
 
@@ -228,24 +228,24 @@ class EngineStrategy(ForeignParts):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """How Lightning deals rows out: ranks of a context group get the same."""
+        """Arguments of Lightning's distributed sampler: ranks of a context group get the same rows."""
         given, degree = super().distributed_sampler_kwargs, self.config.context_config.degree  # type: ignore[misc]
         return {name: value // degree for name, value in given.items()}
 
     def _check_accumulation(self, trainer: Any) -> None:
         schedules = (c.scheduling.values() for c in trainer.callbacks if isinstance(c, GradientAccumulationScheduler))
         steps = max(trainer.accumulate_grad_batches, *(n for counts in schedules for n in counts), 1)
-        check_accumulation(self.config, steps, self.path, "larger batches without accumulate_grad_batches")
+        check_accumulation(self.config, steps, self.path, "use larger batches without accumulate_grad_batches")
 
     def _configure_launcher(self) -> None:
-        """Let Lightning's launcher start further processes once this one has found nothing to refuse."""
+        """Let Lightning's launcher start further processes after this process has passed all checks."""
         super()._configure_launcher()  # type: ignore[misc]
         end_with_first(self._is_running)
         if self._launcher is not None and _IS_INTERACTIVE and not self.cluster_environment.creates_processes_externally:
             given, allowed = f"{self.num_nodes * self.num_processes} from a notebook or an interactive shell", "1"
             fix = "set devices=1, or run the script or recipe from a cell: !lit-fsdp fit --config NAME"
             require(self.num_nodes * self.num_processes == 1, "Trainer(devices=...)", given, allowed, fix)
-            self._launcher = None  # Lightning refuses it there, though it would start no other process
+            self._launcher = None  # Lightning refuses it in a notebook, though it would start no other process
         if self._launcher is None:
             return
         launch = self._launcher.launch
@@ -263,7 +263,7 @@ class EngineStrategy(ForeignParts):
         return trainer is not None and trainer.state.status == TrainerStatus.RUNNING
 
     def setup_environment(self) -> None:
-        """Start the process group (of one for ``single``), settle ``precision: auto``, and build the mesh."""
+        """Start the process group (of one rank for ``single``), resolve ``precision: auto``, and build the mesh."""
         trainer = self.lightning_module.trainer
         self.check_environment(trainer, self.lightning_module, trainer.state.fn)
         seconds, environment = self.config.timeout_seconds, self.cluster_environment
@@ -297,7 +297,7 @@ class EngineStrategy(ForeignParts):
         self.shard_group, self.has_copies = self.mesh.get_group(SHARD) if shards > 1 else None, replicas > 1
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        """Move a batch; a module of ours counts its targets before, while nothing waits for that."""
+        """Move a batch; our modules count its targets before, while no device waits for the count."""
         counted = getattr(self.lightning_module, "counted", None)
         if counted is not None and is_accelerator(self.root_device):
             batch = counted(batch)
@@ -308,7 +308,7 @@ class EngineStrategy(ForeignParts):
         self.accelerator.setup(trainer)  # type: ignore[attr-defined]
         module = self.lightning_module
         if trainer.state.fn == "fit":
-            self._check_accumulation(trainer)  # which a data module may have settled
+            self._check_accumulation(trainer)  # a data module may have set it
             self._check_hyperparameters()
             if self.config.is_sharded and dist.get_rank() == 0:
                 warn_of_lightnings([module, *trainer.callbacks])
@@ -341,9 +341,9 @@ class EngineStrategy(ForeignParts):
         check_unsharded(module, config, self.mesh.ndim, self.path)
         if self._layer_sync is not None:
             self._layer_sync.apply(module)
-            self._layer_sync = None  # or Lightning would put other layers into a sharded model at the end
+            self._layer_sync = None  # else Lightning would replace layers of the sharded model at the end
         if self.context is not None:
-            self._check_context(module)  # whose model may have come in configure_model
+            self._check_context(module)  # configure_model may have created the model
         if self.expert_group is not None:
             self._check_experts(module)
             divide_experts(module, self.expert_group, self.mesh.size(self.mesh.ndim - 1))
@@ -355,7 +355,7 @@ class EngineStrategy(ForeignParts):
         materializer = Materializer(module, reader, torch.device("cpu") if config.offloads else self.root_device)
         if not config.cpu_ram_efficient_loading:
             materializer.fill_all()
-        if not manual:  # torch splits dim 0, which these have not, and DDP passes over what is frozen by now
+        if not manual:  # torch shards dim 0, which scalars lack, and DDP skips parameters that are frozen by now
             params = module.parameters()
             self.replicated = [p for p in params if not (p.dim() if config.is_sharded else p.requires_grad)]
         self._root = self._shard(module, plan, materializer)
@@ -364,9 +364,9 @@ class EngineStrategy(ForeignParts):
             fp32 = {plan.modules[unit.name] for unit in plan.units if unit.keeps_fp32}
             for unit, owners in owners_by_unit(module, plan).items():
                 self._watch_unit(unit, owners, "fp32" if unit in fp32 else config.precision_config.row.compute)
-        if not is_ours:  # which is given token ids
+        if not is_ours:  # ours get token IDs
             self._cast_for_layers(module, plan)
-        if chosen := config.precision_config.buffer_dtype:  # as rotary frequencies lose positions in bf16
+        if chosen := config.precision_config.buffer_dtype:  # opt-in, because rotary frequencies lose positions in bf16
             for buffer in (buffer for buffer in module.buffers() if buffer.is_floating_point()):
                 buffer.data = buffer.data.to(TORCH_DTYPES[chosen])
         shards, packed = self.mesh.size(self.mesh.ndim - 1), packed_weights(module)
@@ -389,14 +389,14 @@ class EngineStrategy(ForeignParts):
     def _prepare(self, module: Any) -> UnitPlan:
         config, precision = self.config, self.config.precision_config
         compute = TORCH_DTYPES[precision.row.compute]
-        if not config.wrap_config.manual:  # sharded already: the contract compares what is there
+        if not config.wrap_config.manual:  # else already sharded: the contract checks the dtypes as they are
             self.contract.frozen = cast_parameters(module, config)
             layers = quantized_layers(module)
             self.contract.packed = {f"{name}.weight": dtype_name(layer.weight.dtype) for name, layer in layers.items()}
             if layers:
                 check_quantized(config, self.path)
             for layer in layers.values():
-                cast_inputs(layer, compute)  # in which it computes then
+                cast_inputs(layer, compute)  # the dtype in which it then computes
         if precision.mode == "fp8":
             apply_float8(module, precision.fp8_skip, f"{self.path}.precision")
         plan = plan_for(module, config, self.path)
@@ -410,12 +410,12 @@ class EngineStrategy(ForeignParts):
             inner = {p for unit in plan.modules.values() for p in unit.parameters()}
             left = (n for n, p in module.named_parameters() if p.requires_grad and p.dim() and p not in inner)
             name = next(left, "")  # the root is gathered once per step, not once per backward pass
-            given, allowed = f"False with the parameter {name}", "all in child modules with a forward, or engine ddp"
+            given, allowed = f"False with the parameter {name}", "all of them in child modules with a forward, or ddp"
             require(not name, f"{type(module).__name__}.automatic_optimization", given, allowed)
         return plan
 
     def _to_device(self, module: nn.Module) -> None:
-        """Move what is there, also after a fit, at whose end Lightning moves it back; offloaded shards stay behind."""
+        """Move the module to the device, as Lightning moves it to the CPU after a fit; offloaded shards stay there."""
         if not self.config.offloads:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)
@@ -425,47 +425,47 @@ class EngineStrategy(ForeignParts):
             tensor.data = tensor.data.to(self.root_device)
         for child in module.modules():
             if isinstance(child, _DeviceDtypeModuleMixin):
-                child._device = self.root_device  # where its steps find their inputs
+                child._device = self.root_device  # the device of its steps' inputs
             elif isinstance(child, Metric):
                 child._apply(lambda t: t if isinstance(t, nn.Parameter) else t.to(self.root_device))
 
     def _take_over(self, entrance: RedirectedForward) -> None:
-        """Go on with a module that the strategy of another Trainer has sharded, which nothing can undo."""
+        """Reuse a module that the strategy of another Trainer has sharded, which cannot be undone."""
         before = entrance.strategy
         ours, theirs = ({**vars(s.config), "number of ranks": s.world_size} for s in (self, before))
         given = {name: value for name, value in ours.items() if value != theirs[name] and name not in _FREE_CHOICES}
         sharded_with = {name: theirs[name] for name in given}
-        allowed = f"{sharded_with}, with which another Trainer has sharded this module"
-        fix = "make a new module, into which lit_fsdp.load_weights(module, path) brings a checkpoint"
+        allowed = f"{sharded_with}, the values with which another Trainer sharded this module"
+        fix = "create a new module and load a checkpoint with lit_fsdp.load_weights(module, path)"
         require(not given, self.path, given, allowed, fix)
-        for name in ("plan", "audit", "mesh", "replicated", "_root", "_ties", "_used", "_noted"):  # known to hooks
+        for name in ("plan", "audit", "mesh", "replicated", "_root", "_ties", "_used", "_noted"):  # used by hooks
             setattr(self, name, getattr(before, name))
         self._plugin.autocast, entrance.strategy = before._plugin.autocast, self
         self.contract.frozen, self.contract.packed = before.contract.frozen, before.contract.packed
 
     def _step_inside(self, root: nn.Module, module: Any, step: str, *args: Any, **kwargs: Any) -> Any:
-        """What Lightning calls for each of its steps."""
+        """Run a step; called by Lightning for each of its steps."""
         return module.forward.run(getattr(module, step), *args, **kwargs)
 
     def _sync_buffers(self) -> None:
-        """Make the floating-point buffers of a checkpoint, such as running statistics, those of rank 0."""
+        """Broadcast the floating-point buffers of checkpoints, such as running statistics, from rank 0."""
         for child in self.lightning_module.modules() if self.world_size > 1 else ():
             for name, buffer in child._buffers.items():
                 if buffer is not None and buffer.is_floating_point() and name not in child._non_persistent_buffers_set:
                     dist.broadcast(buffer, src=0)
 
     def on_train_start(self) -> None:
-        """Train or evaluate a model as a checkpoint would hold it, in as many steps on every rank; collective."""
+        """Check that all ranks have the same state and number of steps, and sync their buffers; collective."""
         module, trainer = self.lightning_module, self.lightning_module.trainer
         numbers = {"train": "num_training_batches", "test": "num_test_batches", "predict": "num_predict_batches"}
         of = numbers.get(trainer.state.stage.value, "num_val_batches")
         if trainer.training:
             options = options_of(self.optimizers, self.lr_scheduler_configs)
             check_alike("comparing the ranks", tensors_of(module, is_whole=False) | options)
-        # ranks with more batches than others would wait for these for good
+        # ranks with more batches than others would wait for them forever
         if self.config.is_sharded or trainer.training:
             found = Ranks().run("counting batches", lambda: getattr(trainer, of))
-            allowed = "as many on every rank, by a sampler of your own (use_distributed_sampler=False)"
+            allowed = "the same on every rank, with a custom sampler (use_distributed_sampler=False)"
             allowed += "" if trainer.training else "; or engine ddp"
             require(found.count(found[0]) == len(found), f"trainer.{of}", " and ".join(map(str, found)), allowed)
         self._sync_buffers()
@@ -478,7 +478,7 @@ class EngineStrategy(ForeignParts):
     on_validation_start = on_test_start = on_predict_start = on_train_start
 
     def average_alone(self) -> None:
-        """Average the gradients that no engine reduces, after a backward pass added to equal ones; collective."""
+        """Average gradients that no engine reduces, after a backward pass accumulated onto equal ones; collective."""
         alone = [p for p in self.replicated if p.requires_grad] if self.world_size > 1 else []
         has_grad = self._on_any_rank([p.grad is not None for p in alone]).tolist() if alone else []
         for param, has in zip(alone, has_grad, strict=True):
@@ -487,12 +487,12 @@ class EngineStrategy(ForeignParts):
                 dist.all_reduce(param.grad.div_(self.world_size))
 
     def block_backward_sync(self) -> Any:
-        """Around all micro-batches of a global batch but the last."""
-        self._check_accumulation(self.lightning_module.trainer)  # which a callback may have changed
+        """The context for all micro-batches of a global batch except the last."""
+        self._check_accumulation(self.lightning_module.trainer)  # a callback may have changed it
         return nullcontext() if self.config.sync_each_micro_batch else self._no_sync()
 
     def on_exception(self, exception: BaseException) -> None:
-        """Note on which rank it was raised and whether others were lost, which decides the exit code."""
+        """Add a note on the raising rank and whether it lost contact with others, which decides the exit code."""
         is_failure = isinstance(exception, Exception) and not isinstance(exception, ConfigError)
         if is_failure and not hasattr(exception, "exit_code") and dist.is_initialized() and dist.get_world_size() > 1:
             where = f"rank {dist.get_rank()} ({socket.gethostname()})"

@@ -1,4 +1,4 @@
-"""What is read back from the live steps: which parameters a backward pass uses, and the dtypes of the first one."""
+"""Observations of live steps: the parameters that backward passes use, and the dtypes of the first step."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class WatchedSteps(Checkpoints):
     world_size: int
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._names: dict[int, str] = {}  # by id of the parameter, those of the model
-        self._used: set[str] = set()  # of parameters that this rank's backward passes used since the last step
+        self._names: dict[int, str] = {}  # names of the model's parameters by their id
+        self._used: set[str] = set()  # names of parameters that this rank's backward passes used since the last step
         self._noted: dict[int, torch.Tensor] = {}
         super().__init__(*args, **kwargs)
 
     def _watch_unit(self, unit: nn.Module, owners: list[tuple[str, nn.Module]], dtype: str) -> None:
-        """Note which parameters of a unit, those of ``owners``, a backward pass uses, and at first their dtypes."""
+        """Record which parameters of a unit (those of ``owners``) backward passes use, and check their first dtypes."""
 
         def hook(module: nn.Module, args: Any) -> None:  # fsdp2 keeps the gathered tensors, fsdp1 makes new ones
             named = [(f"{n}.{a}" if n else a, p) for n, owner in owners for a, p in owner._parameters.items()]
@@ -59,11 +59,11 @@ class WatchedSteps(Checkpoints):
             self.contract.check(f"optimizer state {when}", found, self.contract.row.param)
 
     def used_params(self, optimizer: Any) -> tuple[list[torch.Tensor | None], torch.Tensor]:
-        """The parameters, None for those of others, and for each 0 where no rank has a gradient; collective."""
-        if not self.config.is_sharded:  # engines put zeros there, and the optimizer would decay the parameter
+        """The optimizer's parameters, None for others, and per parameter a 0 if no rank has a gradient; collective."""
+        if not self.config.is_sharded:  # FSDP fills in zeros, and the optimizer would decay the parameter
             return [], torch.empty(0, device=self.root_device)
         held = {id(p): p for group in optimizer.param_groups for p in group["params"]}
-        # in an order that all ranks share, whatever their optimizers hold
+        # in the same order on all ranks, whatever parameters their optimizers have
         params = [held.get(key) for key in self._names]
         return params, self._on_any_rank([p is not None and self._has_grad(p) for p in params])
 
@@ -82,12 +82,12 @@ class WatchedSteps(Checkpoints):
         return found
 
     def backward(self, closure_loss: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Backward pass; until the first optimizer step the dtypes of reductions are recorded."""
+        """Run the backward pass; until the first optimizer step, record the dtypes of reductions."""
         with self.contract.watch_reductions():
             return super().backward(closure_loss, *args, **kwargs)  # type: ignore[misc]
 
     def optimizer_step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Optimizer step; after the first one the dtypes of gradients and moments are compared."""
+        """Run the optimizer step; after the first one, check the dtypes of gradients and moments."""
         result = super().optimizer_step(optimizer, *args, **kwargs)  # type: ignore[misc]
         self._rng_before_window = None
         if self.config.is_sharded:

@@ -146,7 +146,7 @@ def test_a_scheduler_that_would_never_step_is_named() -> None:
 @pytest.mark.parametrize("engine", ["fsdp2", "fsdp1", "ddp"])
 def test_a_module_under_tensor_parallelism_is_refused(engine: str) -> None:
     for error in on_ranks("on_dtensors", 2, engine=engine):
-        assert error.startswith("OnDTensors: got the DTensor layers.1.0.weight, as of a tp_plan\n")
+        assert error.startswith("OnDTensors: got the DTensor layers.1.0.weight, for example from a tp_plan\n")
 
 
 def run_script(script: Path, root: Path, *launcher: str) -> subprocess.CompletedProcess[str]:

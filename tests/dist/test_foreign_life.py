@@ -67,7 +67,7 @@ NOT_ALLOWED = "ContractError: precision contract broken: "
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("Gan", {"engine": "fsdp1"}, "ConfigError: fsdp_strategy.engine: got fsdp1 with manual optimization (Gan"),
     # an optimizer of tensors from before the sharding; a parameter that a second backward pass would not find
-    ("Detached", {}, "ContractError: optimizer 0 moves a tensor of shape (1, 12) that is no parameter"),
+    ("Detached", {}, "ContractError: optimizer 0 updates a tensor of shape (1, 12) that is not a parameter"),
     ("Own", {}, "ConfigError: Own.automatic_optimization: got False with the parameter scale"),
     *(("OwnReduction", {"engine": e, "contract": "error"}, f"{NOT_ALLOWED}reductions: all_reduce") for e in ENGINES),
     ("OwnState", {"contract": "error"}, f"{NOT_ALLOWED}optimizer state after the first step"),

@@ -97,7 +97,7 @@ def test_a_saved_recipe_asks_for_its_secrets_again(recipe, tmp_path):
     assert "canary" not in saved.read_text()
     words = ["--config", str(saved), "--data.train", "rows.jsonl"]
     key = "trainer.logger.init_args.api_key"
-    with pytest.raises(ConfigError, match=f"(?s){key}: got .*give it again: --{key} VALUE"):
+    with pytest.raises(ConfigError, match=f"(?s){key}: got .*pass it again: --{key} VALUE"):
         load_recipe(words, "fit")
     load_recipe([*words, f"--{key}", "new-canary"], "fit")
     assert redaction.redact("new-canary") == "***"

@@ -175,7 +175,7 @@ def test_of_validation_rows_and_a_split_the_one_given_later_holds(load: Any) -> 
 def test_files_and_rows_that_are_none(load: Any, tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text("- a\n")
     (tmp_path / "broken.yaml").write_text("a: [\n")
-    for name, needle in (("recip.yaml", "recipe.yaml"), ("recipe.yaml", "list"), ("broken.yaml", "no YAML")):
+    for name, needle in (("recip.yaml", "recipe.yaml"), ("recipe.yaml", "list"), ("broken.yaml", "not YAML")):
         assert needle in str(refused(load_recipe, ["--config", str(tmp_path / name)], "fit"))
     for verb, split in (("fit", "train"), ("validate", "val"), ("test", "test")):
         assert refused(load, "--data.train=null", verb=verb).field == f"data.{split}"
@@ -308,14 +308,14 @@ def test_what_another_class_took_is_left_out_and_said(tmp_path: Path, monkeypatc
         say_once.cache_clear()
         net = resolved_recipe(_words(*parts, data), "fit")
         assert net["model"] == {"class_path": NET, "init_args": {"hidden": 9, "name": "x"}}
-        assert capsys.readouterr().err == f"model: {NET} takes no optim; left out\n"
+        assert capsys.readouterr().err == f"model: {NET} does not accept optim; ignored\n"
     words = _words("--model.hidden=9", recipe, f"--model={NET.replace('Net', 'Longer')}", BETA)
     longer = resolved_recipe(words, "fit")["model"]["init_args"]
     assert (longer["hidden"], longer["name"], longer["optim"]["lr"]) == (9, "x", 1e-3)
     pairs = f"model: {{class_path: {PAIRS}, init_args: {{name: x, preference: {{beta: 0.7}}}}}}"
     for values in _both(pairs, f"model: {OURS}"):
         assert "class_path" not in values["model"]
-    assert capsys.readouterr().err == f"model: {OURS} takes no preference; left out\n"
+    assert capsys.readouterr().err == f"model: {OURS} does not accept preference; ignored\n"
     for parts in ((recipe, BETA), (f"--model={NET}", "--model.optim.lr=1"), ("model: {hiden: 1}", f"--model={NET}")):
         assert "does not exist" in refused(resolved_recipe, _words(*parts), "fit").given
 
