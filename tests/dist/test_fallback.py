@@ -69,7 +69,7 @@ def test_a_flipped_bit(runs: Callable[..., Any], three_steps: Callable[..., Path
     assert "damaged" not in done[1].err  # said once
     (aside,) = (run / "checkpoints").glob("damaged-*")
     assert aside.name.startswith(f"damaged-{NEWEST}-")
-    assert f"moved aside: {newest} is {aside.name} now" in done[0].err
+    assert f"moved aside: {newest} is now {aside.name}" in done[0].err
     assert content(aside) == {k.removeprefix(f"{NEWEST}/"): v for k, v in before.items() if k.startswith(NEWEST)}
 
     same = runs(by_path, "--ckpt_path", str(by_path / "checkpoints/step-00000002"), "--trainer.max_steps", "5")

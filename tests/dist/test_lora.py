@@ -210,7 +210,7 @@ def test_a_resume_through_the_command_line_wants_the_same_adapters_and_base(tiny
     for verb, key, value, saved in changes:
         (refused,) = command(1, [verb, *others, f"--model.lora.{key}", value], tmp_path)
         assert refused.code == 2
-        assert f"allowed: {saved}, as in a/checkpoints/step-00000004: overrides are part of the model" in refused.err
+        assert f"allowed: {saved}, as in a/checkpoints/step-00000004: it is a part of the model" in refused.err
     assert (tmp_path / "a/recipe.yaml").read_bytes() == recipe
     changed = shutil.copytree(tiny_model, tmp_path / "changed")
     state = load_file(changed / "model.safetensors")

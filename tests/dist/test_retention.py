@@ -58,7 +58,7 @@ def test_what_one_rank_does_not_see_yet(tmp_path: Path) -> None:
     first = fit(tmp_path, ENGINES[0], 2, every_steps=1, keep_last=2)
     assert first["there"] == [1, 2]
     used = fit(tmp_path, ENGINES[0], 4, unseen=2)
-    assert "which holds 2 checkpoint(s), the newest of step 2" in used["error"]
+    assert "which has 2 checkpoint(s), the newest of step 2" in used["error"]
     nothing = fit(tmp_path, ENGINES[0], 4, unseen=2, ckpt_path="last")
     assert "only some ranks see a checkpoint there" in nothing["error"]
     older = fit(tmp_path, ENGINES[0], 4, unseen=1, ckpt_path="last", every_steps=1, keep_last=2)

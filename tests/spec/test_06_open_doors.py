@@ -137,7 +137,7 @@ def test_classes_of_ones_own_in_a_recipe(here: Path) -> None:
     recipe = yaml.safe_load(Path("run/recipe.yaml").read_text())
     assert recipe["model"] == {"class_path": "mine.Net", "init_args": {"hidden": 6, "lr": 0.1}}
 
-    assert "holds 2 checkpoint(s)" in said_by("fit", "--config", "own.yaml", "--allow-imports", "mine", code=2)
+    assert "has 2 checkpoint(s)" in said_by("fit", "--config", "own.yaml", "--allow-imports", "mine", code=2)
     flags = ("--ckpt_path", "last", "--trainer.max_steps", "6", "--trainer.log_every_n_steps", "1")
     assert "resumed from step 4" in said_by("fit", "--config", "own.yaml", "--allow-imports", "mine", *flags)
     assert told()["step"] == 6

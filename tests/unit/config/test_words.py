@@ -74,7 +74,7 @@ def test_wrong_flags_and_values():
         ("--data rows.jsonl", "data", "write --data.train rows.jsonl"),
         ("rows.jsonl", "rows.jsonl", "write --data.train rows.jsonl"),
         ("--model.lora true", "model.lora", "write model.lora: {}"),
-        ("--model.lora.r null", "model.lora.r", "drop r"),
+        ("--model.lora.r null", "model.lora.r", "remove r"),
         ("--model.lora.target_modules q_proj,v_proj", "model.lora.target_modules", "write [q_proj,v_proj]"),
         ("--model.freeze a,b", "model.freeze", "write model.freeze: [a,b]"),
         ("--model.optim adamw", "model.optim", "write --model.optim.class_path torch.optim.AdamW"),

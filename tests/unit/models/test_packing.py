@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import masking_utils
+from transformers import AttentionInterface, masking_utils
 
 from lit_fsdp.config.model import WITHOUT_SDPA
 from lit_fsdp.data.batches import collate, collate_packs
@@ -208,3 +209,21 @@ def test_families_that_leak_are_found():
     for family in ("bloom", "opt"):
         assert _isolation(random_model(family)).change > 0.01, family
     assert _isolation(random_model("opt", True)).change == 0  # which only takes a mask over the pack in another way
+
+
+def test_short_samples_in_bf16_are_computed_in_fp32_on_a_cpu():
+    """Forward and backward, also under autocast; longer samples stay in bf16."""
+    for lengths, dtype in (([17, 23], torch.float32), ([257], torch.bfloat16)):
+        total = sum(lengths)
+        query, key, value = (torch.randn(1, heads, total, 16, dtype=torch.bfloat16) for heads in (4, 2, 2))
+        given = [x.clone().requires_grad_() for x in (query, key, value)]
+        with torch.autocast("cpu", torch.bfloat16):
+            out, _ = AttentionInterface()["sdpa_by_sample"](torch.nn.Module(), *given, None, sample_lengths=lengths)
+        exact = [x.to(dtype).requires_grad_() for x in (query, key, value)]
+        parts = zip(*(x.split(lengths, dim=2) for x in exact), strict=True)
+        found = [scaled_dot_product_attention(*part, is_causal=True, enable_gqa=True) for part in parts]
+        expected = torch.cat(found, dim=2).transpose(1, 2).to(torch.bfloat16)
+        assert (out.dtype, torch.equal(out, expected)) == (torch.bfloat16, True)
+        for result in (out, expected):
+            result.backward(torch.ones_like(result))
+        assert all(torch.equal(x.grad, y.grad.to(torch.bfloat16)) for x, y in zip(given, exact, strict=True))
