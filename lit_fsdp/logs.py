@@ -25,7 +25,9 @@ def setup_logging() -> None:
 
 
 def quiet_imports() -> None:
-    """Suppress messages of torchao on a CPU; transformers imports it whenever it is installed."""
+    """Suppress messages of torchao and bitsandbytes on a CPU; transformers and peft import them if installed."""
+    # bitsandbytes >= 0.50 looks for an optional kernel on the Hub when it is imported
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     # a CPU build of torch cannot load its GPU kernels, and torch >= 2.13 warns about its unregistered enums:
     # delete when importing torchao >= 0.19 logs neither
     logging.getLogger("torchao").addFilter(lambda record: not _is_about_a_gpu(record.getMessage()))

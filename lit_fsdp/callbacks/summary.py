@@ -36,7 +36,8 @@ def summary_of(trainer: Trainer, verb: str, seconds: float, first_step: int) -> 
         more = f"--ckpt_path last --trainer.{limit} {2 * (value or 1)}"
         return f"already at trainer.{limit} {value}, step {step}: nothing was trained; to train further, add {more}"
     memory = f", peak memory {metrics['peak_memory_gib']:.2f} GiB per rank" if "peak_memory_gib" in metrics else ""
-    lines = [f"{step - first_step} steps in {took}, to step {step}{numbers}{memory}"]
+    done = step - first_step
+    lines = [f"{done} step{'s' if done != 1 else ''} in {took}, to step {step}{numbers}{memory}"]
     saved = trainer.checkpoint_callback
     for name in ("best", "last"):
         if path_of := getattr(saved, f"{name}_model_path", ""):

@@ -88,6 +88,8 @@ def choose(
     word = str(word_or_path)
     if word not in ("last", "best"):
         path = Path(word_or_path).expanduser()
+        is_word = word.lower() in ("true", "auto", "latest") and not path.exists()
+        require(not is_word, "ckpt_path", word, "last, best or the path of a checkpoint", "write --ckpt_path last")
         disk.restore(path)
         read_manifest(path)
         return [path]

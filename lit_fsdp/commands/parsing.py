@@ -38,6 +38,8 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         usage = " ".join(self.format_usage().split()).removeprefix("usage: ")
+        flags = message.partition("the following arguments are required: ")[2]
+        require(not flags, self.prog, f"no value for {flags}", usage, f"for example: {self.example}")
         raise ConfigError(self.prog, message, usage, f"see {self.prog} --help")
 
 

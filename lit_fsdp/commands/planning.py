@@ -10,6 +10,7 @@ import difflib
 import gc
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,8 @@ def _loaded(
     fix = f"add {flag} N to the command"
     require(run.world_size, "trainer.devices", run.trainer["devices"], "a number of ranks", fix)
     given, allowed = f"a third-party {', '.join(run.foreign)}", "lit_fsdp's own model and strategy"
-    require(not run.foreign - {"data"}, parser.prog.rpartition(" ")[2], given, allowed)
+    fix = "lit-fsdp fit prints the units and dtypes of a module of your own before step 1"
+    require(not run.foreign - {"data"}, parser.prog.rpartition(" ")[2], given, allowed, fix)
     return loaded
 
 
@@ -109,7 +111,9 @@ def run_plan(argv: Sequence[str]) -> int:
     if options.savings:
         lighter = [(size_words(one["num_bytes"]), one["remark"], one["flags"]) for one in search.savings(run)]
         lighter = lighter or [("-", "no other option of the planner", "-")]
-        print(f"predicted peak per rank ({found.step.moment}): {size_words(found.peak)}.")
+        peak = size_words(found.peak + memory.OVERHEAD_BYTES)
+        fits = f"; it {_verdict(found, gib)}" if gib else ""
+        print(f"predicted peak per rank ({found.step.moment}): {peak}{fits}.")
         print("Each of these options alone needs less memory, in the order to try:")
         print(columns([("less", "what changes", "to paste"), *lighter], right=("less",)))
         return 0
@@ -151,19 +155,21 @@ def run_plan(argv: Sequence[str]) -> int:
     best = None
     if gib is not None:
         room, rows = found.room(gib), search.largest_rows(run, gib)
-        verdict = "fits" if room >= 0 else f"does not fit: {-room / 2**30:.1f} GiB too much"
-        lines += [f"on {gib:g} GiB: {verdict}; largest micro-batch: {rows or 'none'}", ""]
+        verdict = f"micro-batch {run.data.micro_batch_size} {_verdict(found, gib)}"
+        lines += [f"{verdict}; largest micro-batch that fits: {rows or 'none'}", ""]
         best, tried = search.recommend(run, gib, gpu, options.search, host_gib)
         record |= {"fits": room >= 0, "largest_micro_batch": rows, "tried": tried, "recommended": best}
         if options.search:
             lines += [_search_table(tried), ""]
         else:
             too_large = [one for one in tried if not one["fits"]]
-            text = "{} needs at least {:.1f} GiB, and {:.0f} of the host"
+            text = "does not fit: {}: at least {:.1f} GiB per GPU, and {:.0f} GiB of host memory"
             lines += [text.format(one["choice"], one["peak"] / 2**30, one["host"] / 2**30) for one in too_large]
     if best is not None:
         changes = "".join(f"\n  {flag}" for flag in search.flags_of(best["changes"])) or " (same as the recipe)"
         lines.append(f"recommended: {best['choice']}, micro-batch {best['micro_batch_size']}{changes}")
+        if not options.search:
+            lines.append("add --search for all choices, their host memory, and adapters (LoRA, QLoRA)")
     elif gib is not None:
         lines.append(f"nothing fits into {gib:g} GiB: use more or larger GPUs, or a shorter data.max_seq_length")
     if options.write and best is not None:
@@ -177,14 +183,23 @@ def run_plan(argv: Sequence[str]) -> int:
     return 0 if best is not None or (gib is None and too_much <= 0) else 1
 
 
+def _verdict(found: Any, gib: float) -> str:
+    from lit_fsdp.plan.memory import USABLE
+
+    room, usable = found.room(gib) / 2**30, f"{gib:g} GiB ({USABLE:.0%} of them usable)"
+    return f"fits into {usable}" if room >= 0 else f"does not fit into {usable}: {-room:.1f} GiB too much"
+
+
 def _gpu(name: str) -> Any:
     from lit_fsdp.metrics.hardware import gpus
 
     known = {gpu.name: gpu for gpu in gpus()}
     near = [one for one in known if one.startswith(name.lower())]  # h100: 80 GB or 94 GB
     near = near or difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.3)
-    fix = f"write {near[0]}; or --memory GIB for other GPUs" if near else "write --memory GIB"
-    require(name.lower() in known, "--gpu", name, ", ".join(near or known), fix)
+    if size := re.fullmatch(r"(\d+) *gi?b?", name.lower()):
+        near = []
+    fix = f"write {near[0]}; or --memory GIB for other GPUs" if near else f"write --memory {size[1] if size else 'GIB'}"
+    require(name.lower() in known, "--gpu", name, ", ".join(known), fix)
     return known[name.lower()]
 
 

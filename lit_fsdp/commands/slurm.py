@@ -53,6 +53,8 @@ def _render_or_submit(verb: str, argv: Sequence[str]) -> int:
         print(text, file=sys.stderr)
     if verb == "render":
         print(render(job), end="")
+        text = f"note: the script needs the files in {job.folder} that lit-fsdp slurm submit writes before it submits"
+        print(text, file=sys.stderr)
         return 0
     if errors and not options.force:
         print(f"not submitted: {len(errors)} error(s); --force submits all the same", file=sys.stderr)
@@ -79,7 +81,7 @@ def _planned(options: argparse.Namespace, rest: list[str]) -> tuple[Job, RunConf
         flag, size = f"--{name.replace('_', '-')}", getattr(options, name)
         short |= {own: (flag, size), trainers: (flag, size or None)}  # without GPUs, trainer.devices counts processes
     short = {key: one for key, one in short.items() if one[1] is not None}
-    also = [f"--{name.replace('_', '-')}" for name in vars(options)]
+    also = list(vars(options))
     refuse_two_values(short, rest, also)
     flags = [word for key, (_, value) in short.items() for word in (f"--{key}", str(value))]
     loaded = load_recipe([*rest, *flags], "fit", also)

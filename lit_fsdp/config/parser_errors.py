@@ -36,6 +36,9 @@ def parser_error(message: str, known: Iterable[str]) -> ConfigError:
     """Convert an error message of jsonargparse to ours, with the full path and the nearest key or value."""
     dests = [dest.replace("-", "_") for dest in known if not dest.endswith("help")]
     every = {".".join(dest.split(".")[: i + 1]) for dest in dests for i in range(dest.count(".") + 1)}
+    lone = re.search(r"argument --([\w.]+): expected one argument", message)
+    if lone:
+        return ConfigError(lone[1], "no value", "a value", f"write {section_fix(lone[1])}")
     denied = re.search(r"Importing '([\w.]+)' is not allowed", message)
     keys = re.findall(r'Parser key "([^"]+)"', message) or ["recipe"]
     inner = next((one for one in keys[1:] if not one.startswith(keys[0])), None)  # of a nested section

@@ -14,7 +14,7 @@ _KEYS = {
     "trainer.gradient_clip_val": "max_grad_norm clip_grad_norm max_norm grad_clip gradient_clipping",
     "trainer.log_every_n_steps": "logging_steps log_interval", "trainer.accelerator: cpu": "use_cpu no_cuda",
     "trainer.val_check_interval": "eval_steps eval_interval eval.interval", "trainer.precision: fp32": "fp32",
-    "trainer.limit_val_batches": "eval_iters eval.max_iters", "trainer.num_nodes": "nnodes num_machines",
+    "trainer.limit_val_batches": "eval_iters eval.max_iters", "trainer.num_nodes": "nnodes num_machines nodes",
     "trainer.devices": "num_gpus n_gpu gpus nproc_per_node num_processes", "trainer.precision: 16-mixed": "fp16",
     "trainer.default_root_dir": "output_dir out_dir save_dir run_dir logging_dir",
     "trainer.precision: bf16-mixed": "bf16 mixed_precision", "trainer.precision": "dtype torch_dtype",
@@ -47,7 +47,8 @@ _KEYS = {
     "data.val": "validation_file eval_file eval_dataset test_datasets", "data.packing": "sample_packing packed",
     "data.val_split": "val_set_size val_split_fraction", "data.columns": "dataset_text_field column_map",
     "data.chat_template": "chat_template_path chat_template_jinja prompt_style",
-    "data.supervise: all": "assistant_only_loss mask_prompt", "data.train_on_prompt": "train_on_inputs train_on_input",
+    "data.supervise: all": "mask_prompt", "data.train_on_prompt": "train_on_inputs train_on_input",
+    "data.train_on_prompt: false": "assistant_only_loss completion_only_loss",
     "data.max_seq_length": "max_length max_seq_len seq_len seq_length sequence_len cutoff_len block_size",
     "data.micro_batch_size": "batch_size train_batch_size per_device_train_batch_size per_device_eval_batch_size",
     "data.num_workers": "dataloader_num_workers", "data.num_tokenizers": "dataset_num_proc preprocessing_num_workers",
@@ -58,6 +59,7 @@ _VERBS = {
     "export --merge": "merge merge_lora", "export --ckpt": "convert_to_hf push upload", "bench": "benchmark",
     "model prepare": "download", "data inspect": "inspect preprocess tokenize", "plan": "estimate estimate_memory",
     "recipes ls": "ls list", "recipes cp": "cp copy init", "slurm submit": "submit sbatch",
+    "report": "compare diff",
 }  # fmt: skip
 _FLAGS = {
     "--ckpt": "config checkpoint ckpt_path checkpoint_dir checkpoint_path model",

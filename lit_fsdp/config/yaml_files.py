@@ -74,6 +74,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         _, ships = shipped_file(str(path), ".yaml")
         allowed = f"an existing YAML file: {there}; or a name that lit-fsdp recipes ls prints"
         fix = f"write --config {ships[0]}" if ships else "check the path"
+        fix = f"write --config {path / 'recipe.yaml'}" if (path / "recipe.yaml").is_file() else fix
         raise ConfigError("--config", path, f"{allowed}: {', '.join(ships)}" if ships else allowed, fix)
     text = path.read_text(encoding="utf-8", errors="replace")
     try:

@@ -114,10 +114,11 @@ def open_rows(folder: Path) -> TokenizedRows:
     return TokenizedRows(folder, meta, **arrays)
 
 
-def nothing_supervised(name: str, dropped: dict[str, int]) -> DataError:
-    """Build the error for a source without supervised tokens."""
+def nothing_supervised(name: str, dropped: dict[str, int], refused: Sequence[str] = ()) -> DataError:
+    """Build the error for a source without supervised tokens, with the first of its invalid rows."""
     reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.items()) or "0"
-    return DataError(f"{name}: no token of any row is supervised; dropped {reasons}")
+    first = "".join(f"\n  first invalid row: {line.splitlines()[0]}" for line in refused[:1])
+    return DataError(f"{name}: no token of any row is supervised; rows dropped: {reasons}{first}")
 
 
 def say_dropped(refused: Sequence[str]) -> None:
@@ -226,7 +227,7 @@ def _write(folder: Path, sources: Sequence[Source], config: DataConfig, encoder:
             refused += bad[: _NAMED - len(refused)]
             made[number]["rows"] += counts["rows"]
     if not total["rows"]:
-        raise nothing_supervised(", ".join(source.name for source in sources), total["dropped"])
+        raise nothing_supervised(", ".join(source.name for source in sources), total["dropped"], refused)
     return {**total, "refused": refused, "sources": made}
 
 

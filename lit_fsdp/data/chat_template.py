@@ -53,6 +53,7 @@ class ChatTemplate:
         Raises:
             DataError: The template rejects the conversation or is broken; the message starts with ``location``.
         """
+        from jinja2 import TemplateSyntaxError
         from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
 
         render: Any = render_jinja_template  # its return annotation is wrong
@@ -73,6 +74,9 @@ class ChatTemplate:
                 (text,), marks = render([conversation.messages], **options)
             except TypeError:  # DeepSeek V3 concatenates call arguments with text, so they must be text
                 (text,), marks = render([[_with_text(message) for message in conversation.messages]], **options)
+        except TemplateSyntaxError as error:
+            given = f"a template with a syntax error in line {error.lineno}: {error.message}"
+            raise ConfigError("data.chat_template", given, "a valid Jinja template", "fix that line") from None
         except Exception as error:  # Jinja's errors, and whatever a template raises
             raise DataError(
                 f"{location}: the chat template rejects this conversation ({' '.join(str(error).split())})\n"

@@ -32,6 +32,14 @@ _UNKNOWN = {"train_detail": "train: true or false", "tool_responses": "each as a
 _SAY_WHICH = "map the keys, for example data.turns: {role: speaker, content: utterance}"
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Message keys for reasoning text: templates read the first, or (GPT-OSS) the second."""
+_ANSWERS = ("answer", "response", "reply", "solution", "output")
+_LIKELY = {
+    "messages": ("chat", "dialog", "dialogue", "conversation", "turns"),
+    "instruction": ("question", "query", "problem"),
+    "output": _ANSWERS,
+    "completion": _ANSWERS,
+}
+"""Common names of our columns in other data."""
 _UNKNOWN_MASKS = ("loss_mask", "assistant_masks", "assistant_mask")
 _IGNORED = -100
 
@@ -58,10 +66,20 @@ def find_format(columns: set[str], name: str) -> RowFormat:
         if columns.issuperset(needed):
             return row_format
     known = "; ".join(f"{row_format}: {', '.join(needed)}" for row_format, needed in NEEDED_COLUMNS.items())
+    shown = ", ".join(f"{ours}: {theirs}" for ours, theirs in _likely(set(map(str, columns))).items())
     raise DataError(
         f"{name}: cannot detect the row format from columns {', '.join(sorted(map(str, columns))) or '(none)'}\n"
-        f"  allowed: {known}\n  fix:     map the columns, for example data.columns: {{messages: chat}}"
+        f"  allowed: {known}\n  fix:     map our columns to yours, for example data.columns: {{{shown}}}"
     )
+
+
+def _likely(columns: set[str]) -> dict[str, str]:
+    """Suggest ``data.columns`` by common names of other columns."""
+    for needed in NEEDED_COLUMNS.values():
+        found = {ours: name for ours in needed for name in sorted(columns) if name in _LIKELY.get(ours, ())}
+        if found and columns.union(found).issuperset(needed):
+            return found
+    return {"messages": "chat"}
 
 
 def num_alike(one: Sequence[Any], other: Sequence[Any]) -> int:

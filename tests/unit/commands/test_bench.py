@@ -61,7 +61,7 @@ def test_what_is_refused_before_anything_runs():
         (["--vary", "trainer.devices=1,2"], "--vary: got trainer.devices=1,2"),  # which --ranks would win
         ([*VARY, "--ranks", "a"], "--ranks: got a"),
         ([*VARY, "--repeats", "0"], "--repeats, --steps: got 0"),
-        ([], "arguments are required: --vary"),
+        ([], "got no value for --vary"),
     ]
     for words, said in cases:
         with pytest.raises(ConfigError) as caught:

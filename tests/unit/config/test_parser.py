@@ -230,7 +230,7 @@ def test_a_miniature_replaces_what_a_cpu_lacks(load: Any, tmp_path: Path) -> Non
 def test_a_miniature_says_so_in_one_line(load: Any, capsys: pytest.CaptureFixture[str]) -> None:
     say_once.cache_clear()
     load("--model.optim.warmup_steps=300", small=SMALL)
-    assert capsys.readouterr().err == "miniature: 1 values are replaced (--verbose lists them)\n"
+    assert capsys.readouterr().err == "miniature: values replaced: 1 (--verbose lists them)\n"
     load("--verbose", "--model.optim.warmup_steps=300", small=SMALL)
     assert capsys.readouterr().err == "miniature: model.optim.warmup_steps: 300 → 1 (20 steps)\n"
 

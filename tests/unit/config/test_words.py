@@ -79,6 +79,8 @@ def test_wrong_flags_and_values():
         ("--model.freeze a,b", "model.freeze", "write model.freeze: [a,b]"),
         ("--model.optim adamw", "model.optim", "write --model.optim.class_path torch.optim.AdamW"),
         ("--resume true", "resume", "write --ckpt_path last"),
+        ("--resume", "resume", "write --ckpt_path last"),
+        ("--nodes 2", "nodes", "write trainer.num_nodes"),
         ("--trainer.logger wandb", "trainer.logger", wandb),
         ("--trainer.logger [wandb]", "trainer.logger", wandb),
         ("--data.columns 3", "data.columns", None),
@@ -111,6 +113,8 @@ def test_verbs_and_their_flags_are_answered_with_those_that_exist():
         assert (theirs in _VERBS, ours.split()[0] in _VERBS) == (False, True)
         assert refused(run, [theirs]).fix == f"lit-fsdp {ours} ..."
     assert refused(run, ["export", "--config", "x"]).fix == "write --ckpt"
+    lacking = refused(run, ["export", "--out", "x"])
+    assert (lacking.given, lacking.fix[:30]) == ("no value for --ckpt", "for example: lit-fsdp export -")
     assert refused(run, ["export", "--out", "x", "--zzz"]).fix == "see lit-fsdp export --help"
 
 

@@ -30,13 +30,19 @@ def test_the_loop_of_training_arguments() -> None:
         "lr_scheduler_type": "cosine_with_min_lr",
         "lr_scheduler_kwargs": {"min_lr": 1e-6}, "save_steps": 50, "save_total_limit": 3, "seed": 7, "hub_token": None,
         "eval_strategy": "steps", "eval_steps": 25, "model_name_or_path": "a/b", "train_file": ["r.jsonl", "s.jsonl"],
+        "packing": True, "assistant_only_loss": False,
     }  # fmt: skip
     recipe = convert("hf-trainer", given, 16, 2).recipe
     optim = {"lr": 2e-5, "weight_decay": 0.0, "beta1": 0.8, "beta2": 0.95, "eps": 1e-8}
     schedule = {"schedule": "cosine", "warmup_steps": 21, "min_lr_ratio": 0.05}
     trainer = {"max_steps": 205, "gradient_clip_val": 0.5, "accumulate_grad_batches": 2, "val_check_interval": 50}
     assert recipe["model"] == {"name": "a/b", "optim": {**optim, **schedule}}
-    assert recipe["data"] == {"micro_batch_size": 4, "train": ["r.jsonl", "s.jsonl"]}
+    assert recipe["data"] == {
+        "micro_batch_size": 4,
+        "packing": True,
+        "train_on_prompt": True,
+        "train": ["r.jsonl", "s.jsonl"],
+    }
     assert recipe["checkpoint"] == {"every_steps": 50, "keep_last": 3}
     assert recipe["seed_everything"] == 7
     assert {key: recipe["trainer"][key] for key in trainer} == trainer

@@ -57,7 +57,7 @@ def test_a_file(tokenizer: Any, tmp_path: Path):
     path.write_text(CHATML, encoding="utf-8")
     assert RowEncoder(tokenizer, DataConfig(chat_template=str(path))).chat_template == CHATML
     path.write_text("{% for m in messages %}\n{{ m.role ", encoding="utf-8")
-    with pytest.raises(DataError, match=r"^rows\.jsonl:7: the chat .* this conversation .unexpected end of template"):
+    with pytest.raises(ConfigError, match=r"^data\.chat_template: got .* error in line 2: unexpected end of template"):
         _text(tokenizer, chat_template=str(path))
     with pytest.raises(ConfigError, match=r"nowhere\.jinja .*\n  allowed: chatml, llama3, mistral, gemma, zephyr, pla"):
         find_template(str(tmp_path / "nowhere.jinja"), tokenizer)

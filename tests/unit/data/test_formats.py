@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +46,18 @@ def test_formats():
     assert find_format({"text", "id"}, "x") == "text"
     assert find_format({"text", "input_ids"}, "x") == "tokens"
     assert find_format({"text", "prompt", "completion"}, "x") == "prompt_completion"
-    for columns in ({"content"}, set[str](), {"instruction"}, {"prompt", "response"}):
+    for columns in ({"content"}, set[str](), {"instruction"}, {"prompt", "id"}):
         with pytest.raises(
             DataError,
             match=r"cannot detect the row format from columns .*\n  allowed: messages(?s:.*)\{messages: chat\}",
         ):
+            find_format(columns, "rows.jsonl:1")
+    for columns, shown in (
+        ({"id", "question", "answer"}, "{instruction: question, output: answer}"),
+        ({"prompt", "response"}, "{completion: response}"),
+        ({"dialog", "id"}, "{messages: dialog}"),
+    ):
+        with pytest.raises(DataError, match=re.escape(f"data.columns: {shown}")):
             find_format(columns, "rows.jsonl:1")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -204,7 +205,17 @@ def test_nothing_fits(capsys: pytest.CaptureFixture[str]):
     assert run_plan(["--config", str(small), "--memory", "1"]) == 1
     out = capsys.readouterr().out
     assert "nothing fits into 1 GiB" in out
-    assert "GiB too much" in out
+    assert re.search(
+        r"micro-batch \d+ does not fit into 1 GiB \(97% of them usable\): \d.* GiB too much; .* fits: none", out
+    )
+    assert run_plan(["--config", str(small), "--memory", "24"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"micro-batch 8 fits into 24 GiB .*; largest micro-batch that fits: \d+\n", out), out
+    assert "add --search for all choices" in out
+    assert run_plan(["--config", str(small), "--memory", "1", "--savings"]) == 0
+    assert "; it does not fit into 1 GiB" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="fix:     write --memory 24"):
+        run_plan(["--config", str(small), "--gpu", "24GB"])
     assert run_plan(["--config", str(RECIPE.with_name(OFFLOAD)), "--host-memory", "96"]) == 1  # the GPU is not known
     assert "on a host of 96 GiB: does not fit: 43.4 GiB too much" in capsys.readouterr().out
 
