@@ -23,11 +23,11 @@ def main() -> None:
         words = ("--model.optim.lr", rate, "--trainer.check_val_every_n_epoch", "null")
         run = ("--trainer.default_root_dir", f"{FOLDER.relative_to(ROOT)}/lr-{rate}")
         subprocess.run([*LIT_FSDP, "fit", *RECIPE, *STEPS, *words, *run], cwd=ROOT, check=True)
-    subprocess.run([*LIT_FSDP, "report", "lr-1e-2", "lr-2e-2"], cwd=FOLDER, check=True)
+    words = [*LIT_FSDP, "report", "lr-1e-2", "lr-2e-2"]
+    page = FOLDER / subprocess.run(words, cwd=FOLDER, check=True, capture_output=True, text=True).stdout.strip()
     options = ["--headless", "--no-sandbox", "--hide-scrollbars", "--window-size=1100,1010"]
     target = HERE / "report.png"
-    page = f"file://{FOLDER}/report.html"
-    subprocess.run(["chromium", *options, f"--screenshot={target}", page], check=True, capture_output=True)
+    subprocess.run(["chromium", *options, f"--screenshot={target}", page.as_uri()], check=True, capture_output=True)
     Image.open(target).quantize(48).save(target, optimize=True)
     print(f"{target.name}: {target.stat().st_size:,} bytes")
 
