@@ -24,7 +24,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lit_fsdp.callbacks.checkpoint import Checkpoint
 from lit_fsdp.callbacks.expert_load import ExpertLoad
 from lit_fsdp.callbacks.isolation import IsolationProof
-from lit_fsdp.callbacks.loggers import RunCSVLogger, check_loggers, go_on_logging
+from lit_fsdp.callbacks.loggers import RunCSVLogger, check_loggers, go_on_logging, write_to_run_folder
 from lit_fsdp.callbacks.progress import RunProgress
 from lit_fsdp.callbacks.records import PENDING_RECIPE, PredictionWriter, RunRecord, record_data
 from lit_fsdp.callbacks.samples import Samples
@@ -242,9 +242,10 @@ class RecipeCLI(LightningCLI):
         check_launch(vars(parsed.trainer), os.environ)
         check_loggers(parsed.trainer)
         self.resume = self._find_resume()
+        self.config, folder = asked.clone(), Path(parsed.trainer.default_root_dir)
+        write_to_run_folder(self._section().trainer, folder)
         if self.verb == "fit":
-            self.config = asked.clone()
-            manifest, folder = self.resume.manifest, Path(parsed.trainer.default_root_dir)
+            manifest = self.resume.manifest
             step = (manifest.global_step if manifest else 0) if self.resume.path or is_requeued() else None
             go_on_logging(self._section().trainer, folder, step)
         super().instantiate_classes()

@@ -27,6 +27,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
 from lit_fsdp.callbacks.records import write_json
+from lit_fsdp.config.command_line import RUN_FOLDER
 from lit_fsdp.errors import require
 from lit_fsdp.host import cache_root
 
@@ -180,6 +181,18 @@ def _named(config: Any) -> list[Namespace]:
     return [one for one in (given if isinstance(given, list) else [given]) if isinstance(one, Namespace)]
 
 
+def write_to_run_folder(config: Any, run_folder: Path) -> None:
+    """Let the loggers of a parsed ``trainer`` section write to the run folder unless they name another, in place."""
+    for logger in _named(config):
+        name, args = logger.class_path.rpartition(".")[2], logger.init_args
+        if args.get("save_dir") == RUN_FOLDER or (name == "WandbLogger" and args.get("save_dir") == "."):
+            args["save_dir"] = str(run_folder)
+        is_open = not (args.get("tracking_uri") or os.environ.get("MLFLOW_TRACKING_URI"))
+        if name == "MLFlowLogger" and is_open and args.get("save_dir") == "./mlruns":
+            args["tracking_uri"] = f"sqlite:///{run_folder.resolve()}/mlflow.db"
+            run_folder.mkdir(parents=True, exist_ok=True)
+
+
 def go_on_logging(config: Any, run_folder: Path, step: int | None) -> None:
     """Let the loggers of a parsed ``trainer`` section continue the runs saved in a run folder, in place.
 
@@ -188,15 +201,9 @@ def go_on_logging(config: Any, run_folder: Path, step: int | None) -> None:
     works only if the first start (``step`` None) has set it too. The W&B logger is replaced by
     :class:`RunWandbLogger`.
     """
+    write_to_run_folder(config, run_folder)
     path, found = run_folder / _NAME, _named(config)
     for logger in found:
-        name = logger.class_path.rpartition(".")[2]
-        if name == "WandbLogger" and logger.init_args.get("save_dir") == ".":
-            logger.init_args["save_dir"] = str(run_folder)
-        is_open = not (logger.init_args.get("tracking_uri") or os.environ.get("MLFLOW_TRACKING_URI"))
-        if name == "MLFlowLogger" and is_open and logger.init_args.get("save_dir") == "./mlruns":
-            logger.init_args["tracking_uri"] = f"sqlite:///{run_folder.resolve()}/mlflow.db"
-            run_folder.mkdir(parents=True, exist_ok=True)
         if logger.class_path == "lightning.pytorch.loggers.WandbLogger":
             logger.class_path = f"{__name__}.RunWandbLogger"
         if logger.class_path.endswith(".TensorBoardLogger") and logger.init_args.get("purge_step", 0) is None:

@@ -20,6 +20,7 @@ from lit_fsdp.checkpoint.files import replace_bytes
 from lit_fsdp.checkpoint.ranks import Ranks
 from lit_fsdp.checkpoint.storage import versions
 from lit_fsdp.config.sections import changed_values
+from lit_fsdp.errors import CheckpointError
 from lit_fsdp.metrics.hardware import is_accelerator, peak_device_bytes, peak_host_bytes, reset_peak_host_bytes
 from lit_fsdp.parallel.base import EngineStrategy
 from lit_fsdp.redaction import redact_values
@@ -86,12 +87,18 @@ class RunRecord(Callback):
         if not isinstance(strategy, EngineStrategy):
             return
         if trainer.is_global_zero:
-            record = {**strategy.audit, "versions": versions(), "status": "running", "started": _now()}
+            record = {**strategy.audit, "versions": versions()}
             write_json(Path(trainer.default_root_dir) / "audit.json", record)
-            self._has_audit = True
             counts = f"{parameter_counts(record)} in {record['num_units']} units"
             text = f"{counts}, {record['num_params_on_this_rank']:,} on rank 0"
             show(units_table(record), text, *(f"replaced: {name}: {why}" for name, why in record["replaced"].items()))
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Record that the run has started; before, a resume may still be rejected."""
+        self._has_audit = isinstance(trainer.strategy, EngineStrategy)
+        if self._has_audit and trainer.is_global_zero:
+            values = {"status": "running, or killed", "started": _now()}
+            add_to_audit(Path(trainer.default_root_dir), values)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *batch: Any) -> None:
         """Log the gradient norm; after the first step, write the dtypes that were compared with the declared ones."""
@@ -122,7 +129,7 @@ class RunRecord(Callback):
 
     def _note(self, trainer: Trainer, status: str) -> None:
         if self._has_audit and trainer.is_global_zero:
-            with contextlib.suppress(OSError):  # of a disk that is full, which may be why the run ends
+            with contextlib.suppress(OSError, CheckpointError, ValueError):  # the disk may be full, or the file damaged
                 add_to_audit(Path(trainer.default_root_dir), {"status": status, "ended": _now()})
 
 

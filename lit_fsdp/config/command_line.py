@@ -31,6 +31,8 @@ TRUSTED = ("lit_fsdp", "lightning", "pytorch_lightning", "torch", "torchao", "to
 """Packages whose classes a recipe may name without ``--allow-imports``."""
 _WRITES_TO_FOLDER = ("CSVLogger", "TensorBoardLogger")
 """Lightning's loggers whose ``save_dir`` has no default."""
+RUN_FOLDER = "{run folder}"
+"""Placeholder for the ``save_dir`` of such a logger, replaced when it is built."""
 OWN_SECTIONS = {"model": ModelConfig, "data": DataConfig}
 
 
@@ -108,29 +110,26 @@ class CommandLine:
         return values
 
     @property
-    def run_folder(self) -> str:
-        """The last given ``trainer.default_root_dir``; the default is named after the first file."""
+    def _saving(self) -> set[str]:
+        """Names of the logger classes whose ``save_dir`` a file gives."""
         trainers = [content.get("trainer") for content in self.contents]
-        given = [trainer.get("default_root_dir") for trainer in trainers if isinstance(trainer, dict)]
-        pairs = [
-            (*word.partition("=")[::2], after) for word, after in zip(self.words, [*self.words[1:], ""], strict=True)
-        ]
-        given += [value or after for flag, value, after in pairs if flag == "--trainer.default_root_dir"]
-        named = [str(folder) for folder in given if folder]
-        return named[-1] if named else f"runs/{self.files[0].stem if self.files else 'run'}"
+        given = [trainer.get("logger") for trainer in trainers if isinstance(trainer, dict)]
+        loggers = [logger for one in given for logger in (one if isinstance(one, list) else [one])]
+        has = [one for one in loggers if isinstance(one, dict) and "save_dir" in (one.get("init_args") or {})]
+        return {_class_name(logger) for logger in has}
 
     def _with_save_dir(self, given: Any) -> Any:
-        """Set the run folder as ``save_dir`` of loggers in a ``trainer.logger`` value, unless they have one."""
+        """Let loggers in a ``trainer.logger`` value write to the run folder, unless a ``save_dir`` is given."""
         if isinstance(given, list):
             return [self._with_save_dir(logger) for logger in given]
         logger = {"class_path": given} if isinstance(given, str) else given
-        path, args = (logger.get("class_path"), logger.get("init_args") or {}) if isinstance(logger, dict) else ("", {})
-        if str(path).rpartition(".")[2] not in _WRITES_TO_FOLDER or not isinstance(args, dict):
+        name, args = _class_name(logger), (logger.get("init_args") or {}) if isinstance(logger, dict) else None
+        if name not in _WRITES_TO_FOLDER or name in self._saving or not isinstance(args, dict):
             return given
-        return {**logger, "init_args": {"save_dir": self.run_folder, **args}}
+        return {**logger, "init_args": {"save_dir": RUN_FOLDER, **args}}
 
     def _with_save_dirs(self, words: Sequence[str]) -> list[str]:
-        """Set the run folder as ``save_dir`` of loggers in ``words``, unless they have one."""
+        """Let loggers in ``words`` write to the run folder, unless a ``save_dir`` is given."""
         rest, found = list(words), list[str]()
         while rest:
             word = rest.pop(0)
@@ -142,7 +141,7 @@ class CommandLine:
             named = _value_of(value if equals else given[-1])
             logger = self._with_save_dir(named)
             if logger != named and flag.endswith("class_path"):
-                given.append(f"--trainer.logger.init_args.save_dir={self.run_folder}")
+                given.append(f"--trainer.logger.init_args.save_dir={RUN_FOLDER}")
             elif logger != named:
                 given = [f"{flag}={json.dumps(logger)}"]
             found += given
@@ -225,6 +224,13 @@ def short_form(section: Any) -> tuple[str | None, Any]:
         return None, section
     beside = {key: value for key, value in section.items() if key not in ("class_path", "init_args")}
     return path or None, beside | inner
+
+
+def _class_name(logger: Any) -> str:
+    """The name of one of Lightning's loggers in a ``trainer.logger`` value; empty for other classes."""
+    path = str(logger.get("class_path")) if isinstance(logger, dict) else ""
+    package, _, name = path.rpartition(".")
+    return name if package.partition(".")[0] in ("", "lightning", "pytorch_lightning") else ""
 
 
 def _value_of(text: str) -> Any:

@@ -188,7 +188,7 @@ def complete(
     parsed.ckpt_path = _expanded(parsed.ckpt_path, "ckpt_path")
     trainer = parsed.trainer
     if trainer.default_root_dir is None:
-        trainer.default_root_dir = line.run_folder
+        trainer.default_root_dir = f"runs/{line.files[0].stem if line.files else 'run'}"
     if data is not None:
         data.val_split = data.val_split or None
         _keep_later(data, line, "val", "val_split")

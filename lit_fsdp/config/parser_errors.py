@@ -38,7 +38,9 @@ def parser_error(message: str, known: Iterable[str]) -> ConfigError:
     every = {".".join(dest.split(".")[: i + 1]) for dest in dests for i in range(dest.count(".") + 1)}
     lone = re.search(r"argument --([\w.]+): expected one argument", message)
     if lone:
-        return ConfigError(lone[1], "no value", "a value", f"write {section_fix(lone[1])}")
+        has_keys = any(dest.startswith(f"{lone[1]}.") for dest in dests)
+        fix = section_fix(lone[1]) if has_keys else f"--{lone[1]} VALUE"
+        return ConfigError(lone[1], "no value", "a value", f"write {fix}")
     denied = re.search(r"Importing '([\w.]+)' is not allowed", message)
     keys = re.findall(r'Parser key "([^"]+)"', message) or ["recipe"]
     inner = next((one for one in keys[1:] if not one.startswith(keys[0])), None)  # of a nested section
@@ -86,6 +88,8 @@ def parser_error(message: str, known: Iterable[str]) -> ConfigError:
     lost = re.search(rf"(?:class_path '|Import path )([\w.]+)(?:':\s+| ){why}", message)
     if lost:
         return ConfigError(key, f"{lost[1]} ({lost[2]})", "an importable class of this type")
+    if key.startswith("trainer.logger") and "save_dir=None" in message:
+        return ConfigError(f"{key}.save_dir", "no value", "a folder", f"add --{key}.save_dir FOLDER")
     value = re.search(r"(?:Got|Given) value: (.*)", message)
     wanted = re.findall(r"Expected an? (.*?)(?:\. Got value.*)?$", message, re.MULTILINE)
     if not value or not wanted:

@@ -55,9 +55,8 @@ def takes_fields(section: type[Any], returns: Any = None) -> Callable[[F], F]:
         parameters = [*own, *(field.replace(annotation=types[field.name]) for field in fields)]
         function.__signature__ = inspect.Signature(parameters, return_annotation=returns)  # type: ignore[attr-defined]
         args = [textwrap.indent(f"{name}: {text}", "    ") for name, text in _texts_of(section).items()]
-        head, _, rest = (function.__doc__ or "").partition("    Args:\n        **kwargs:")
-        rest = rest.partition("\n")[2].strip("\n")
-        parts = (inspect.cleandoc(head), "Args:\n" + "\n".join(args), inspect.cleandoc(rest))
+        head, _, rest = inspect.cleandoc(function.__doc__ or "").partition("Args:\n    **kwargs:")
+        parts = (head.strip(), "Args:\n" + "\n".join(args), rest.partition("\n")[2].strip())
         # inspect ignores the first line's indentation
         function.__doc__ = ("" if head else "\n") + "\n\n".join(part for part in parts if part)
         return function

@@ -14,7 +14,7 @@ from lightning.pytorch import LightningModule
 
 import lit_fsdp
 from lit_fsdp.cli import resolved_recipe
-from lit_fsdp.config.command_line import read_command_line
+from lit_fsdp.config.command_line import RUN_FOLDER, read_command_line
 from lit_fsdp.config.data import DataConfig, accumulation_steps
 from lit_fsdp.config.model import ModelConfig, OptimConfig, PreferenceConfig, PreferenceModelConfig, schedule_factor
 from lit_fsdp.config.parser import load_recipe
@@ -79,10 +79,11 @@ def test_loggers_write_to_the_run_folder_unless_told_otherwise(load: Any) -> Non
     name = "lightning.pytorch.loggers.CSVLogger"
     own, other = {"class_path": name, "init_args": {"save_dir": "logs"}}, {"class_path": "WandbLogger"}
     for given, folders in (
-        (name, ["runs/base"]),
-        ({"class_path": "TensorBoardLogger", "init_args": {"name": "x"}}, ["runs/base"]),
+        (name, [RUN_FOLDER]),
+        ({"class_path": "TensorBoardLogger", "init_args": {"name": "x"}}, [RUN_FOLDER]),
+        ({"class_path": "mine.CSVLogger"}, [None]),
         (own, ["logs"]),
-        ([other, {"class_path": name}, own], [None, "runs/base", "logs"]),
+        ([other, {"class_path": "TensorBoardLogger"}, own], [None, RUN_FOLDER, "logs"]),
         ("false", []),
     ):
         text = json.dumps(given)
@@ -90,11 +91,13 @@ def test_loggers_write_to_the_run_folder_unless_told_otherwise(load: Any) -> Non
             loggers = found.run.trainer["logger"]
             loggers = loggers if isinstance(loggers, list) else [loggers] if isinstance(loggers, dict) else []
             assert [logger.get("init_args", {}).get("save_dir") for logger in loggers] == folders
-    files = ["--config", "recipes/quickstart.yaml", "--trainer.default_root_dir", "there"]
+    again = load(f"--trainer.logger={name}", more=f"trainer: {{logger: {json.dumps(own)}}}").run.trainer["logger"]
+    assert again == name  # which keeps the save_dir of the file where it is built
+    files = ["--config", "recipes/quickstart.yaml"]
     words = read_command_line([*files, "--trainer.logger.class_path", name]).short_words()
-    assert words[-3:] == ["--trainer.logger.class_path", name, "--trainer.logger.init_args.save_dir=there"]
+    assert words[-3:] == ["--trainer.logger.class_path", name, f"--trainer.logger.init_args.save_dir={RUN_FOLDER}"]
     assert read_command_line([*files, "--trainer.logger", "CSVLogger"]).short_words()[-1] == (
-        '--trainer.logger={"class_path": "CSVLogger", "init_args": {"save_dir": "there"}}'
+        '--trainer.logger={"class_path": "CSVLogger", "init_args": {"save_dir": "{run folder}"}}'
     )
 
 

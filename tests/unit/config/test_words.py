@@ -80,6 +80,7 @@ def test_wrong_flags_and_values():
         ("--model.optim adamw", "model.optim", "write --model.optim.class_path torch.optim.AdamW"),
         ("--resume true", "resume", "write --ckpt_path last"),
         ("--resume", "resume", "write --ckpt_path last"),
+        ("--trainer.max_steps", "trainer.max_steps", "write --trainer.max_steps VALUE"),
         ("--nodes 2", "nodes", "write trainer.num_nodes"),
         ("--trainer.logger wandb", "trainer.logger", wandb),
         ("--trainer.logger [wandb]", "trainer.logger", wandb),
