@@ -40,12 +40,12 @@ AXOLOTL = {
         adapter: lora, lora_r: 8, lora_alpha: 16, lora_target_modules: [q_proj, v_proj]}""",
 }
 TORCHTUNE = {
-    "full": """{output_dir: /tmp/full, seed: null, shuffle: True, batch_size: 2, epochs: 3, max_steps_per_epoch: null,
-        tokenizer: {_component_: torchtune.models.llama3.llama3_tokenizer, path: /tmp/M/t.model, max_seq_len: 4096},
+    "full": """{output_dir: out/full, seed: null, shuffle: True, batch_size: 2, epochs: 3, max_steps_per_epoch: null,
+        tokenizer: {_component_: torchtune.models.llama3.llama3_tokenizer, path: models/M/t.model, max_seq_len: 4096},
         dataset: {_component_: torchtune.datasets.chat_dataset, source: json, data_files: data/chats.json, packed: true,
             conversation_column: dialog, conversation_style: sharegpt, split: train},
         model: {_component_: torchtune.models.llama3_1.llama3_1_8b}, resume_from_checkpoint: False,
-        checkpointer: {_component_: torchtune.training.FullModelHFCheckpointer, checkpoint_dir: /tmp/M/,
+        checkpointer: {_component_: torchtune.training.FullModelHFCheckpointer, checkpoint_dir: models/M/,
             checkpoint_files: [a.safetensors], recipe_checkpoint: null, output_dir: "${output_dir}"},
         gradient_accumulation_steps: 8, optimizer: {_component_: torch.optim.AdamW, fused: True, lr: 2e-5},
         loss: {_component_: torchtune.modules.loss.LinearCrossEntropyLoss}, clip_grad_norm: null, compile: False,
@@ -58,14 +58,14 @@ TORCHTUNE = {
         dataset: {_component_: torchtune.datasets.instruct_dataset, source: org/rows, column_map: {input: question}},
         model: {_component_: torchtune.models.llama3_1.qlora_llama3_1_8b, lora_attn_modules: [q_proj, output_proj],
             apply_lora_to_mlp: True, apply_lora_to_output: False, lora_rank: 4, lora_alpha: 8, lora_dropout: 0.0},
-        checkpointer: {checkpoint_dir: /tmp/M}, epochs: 2, max_steps_per_epoch: 50,
+        checkpointer: {checkpoint_dir: models/M}, epochs: 2, max_steps_per_epoch: 50,
         optimizer: {_component_: torch.optim.AdamW, lr: 3e-4, weight_decay: 0.05}, lr_scheduler: {num_warmup_steps: 10,
             _component_: torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup}}""",
     "dpo": """{tokenizer: {_component_: torchtune.models.llama3.llama3_tokenizer, max_seq_len: 1024}, batch_size: 4,
         dataset: {_component_: torchtune.datasets.preference_dataset, source: data/pairs.jsonl,
             column_map: {chosen: good, rejected: bad}},
         model: {_component_: torchtune.models.llama3_1.lora_llama3_1_8b, lora_attn_modules: [q_proj]},
-        checkpointer: {checkpoint_dir: /tmp/M}, gradient_accumulation_steps: 2, epochs: 1,
+        checkpointer: {checkpoint_dir: models/M}, gradient_accumulation_steps: 2, epochs: 1,
         loss: {_component_: torchtune.rlhf.loss.DPOLoss, beta: 0.05, label_smoothing: 0}}""",
 }
 ALPACA = {"_component_": "torchtune.datasets.alpaca_dataset"}
@@ -122,8 +122,8 @@ def test_torchtune() -> None:
     assert (recipe["data"]["train_on_prompt"], recipe["data"]["chat_template"]) == (False, "llama3")
     # no schedule there is a constant rate, and decay is that of torch.optim.AdamW
     optim = {"lr": 2e-5, "schedule": "constant", "weight_decay": 0.01, "beta2": 0.999}
-    assert recipe["model"] == {"name": "/tmp/M/", "optim": optim}
-    assert recipe["trainer"]["default_root_dir"] == "/tmp/full"
+    assert recipe["model"] == {"name": "models/M/", "optim": optim}
+    assert recipe["trainer"]["default_root_dir"] == "out/full"
     found = _usual("torchtune", "qlora", 1)
     assert strategy(found)["engine"] == "single"
     assert found.recipe["trainer"]["max_steps"] == 100
