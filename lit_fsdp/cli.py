@@ -24,7 +24,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lit_fsdp.callbacks.checkpoint import Checkpoint
 from lit_fsdp.callbacks.expert_load import ExpertLoad
 from lit_fsdp.callbacks.isolation import IsolationProof
-from lit_fsdp.callbacks.loggers import RunCSVLogger, check_loggers, go_on_logging, write_to_run_folder
+from lit_fsdp.callbacks.loggers import RunCSVLogger, check_loggers, resume_loggers, write_to_run_folder
 from lit_fsdp.callbacks.progress import RunProgress
 from lit_fsdp.callbacks.records import PENDING_RECIPE, PredictionWriter, RunRecord, record_data
 from lit_fsdp.callbacks.samples import Samples
@@ -247,7 +247,7 @@ class RecipeCLI(LightningCLI):
         if self.verb == "fit":
             manifest = self.resume.manifest
             step = (manifest.global_step if manifest else 0) if self.resume.path or is_requeued() else None
-            go_on_logging(self._section().trainer, folder, step)
+            resume_loggers(self._section().trainer, folder, step)
         super().instantiate_classes()
         self.config = asked
         split, data = _STAGES[self.verb][0], self.datamodule

@@ -54,8 +54,8 @@ class IsolationProof(Callback):
         """Lay out pairs of completions in the first way that is proved, before anything is computed from them."""
         module: Any = pl_module
         strategy: Any = trainer.strategy
-        is_asked = getattr(module, "is_preference", False) and isinstance(strategy, EngineStrategy)
-        if not is_asked or module.pair_rows is not None:
+        packs_pairs = getattr(module, "is_preference", False) and isinstance(strategy, EngineStrategy)
+        if not packs_pairs or module.pair_rows is not None:
             return
         *ways, module.pair_rows = module.ways_to_lay_out()
         ids = torch.linspace(0, module.num_embeddings - 1, 64, device=strategy.root_device).long()

@@ -193,7 +193,7 @@ def write_to_run_folder(config: Any, run_folder: Path) -> None:
             run_folder.mkdir(parents=True, exist_ok=True)
 
 
-def go_on_logging(config: Any, run_folder: Path, step: int | None) -> None:
+def resume_loggers(config: Any, run_folder: Path, step: int | None) -> None:
     """Let the loggers of a parsed ``trainer`` section continue the runs saved in a run folder, in place.
 
     Arguments in the recipe take precedence. W&B writes to the run folder, MLflow to a database there because it refuses

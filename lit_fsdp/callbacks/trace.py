@@ -25,8 +25,8 @@ class StepTrace(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Record the initial weights."""
         given = getattr(trainer.strategy, "config", None)
-        somebody_elses = PrecisionConfig(mode=LIGHTNING_PRECISION.get(str(trainer.precision), "low_precision"))
-        row = given.precision_config.row if given else somebody_elses.row
+        lightnings = PrecisionConfig(mode=LIGHTNING_PRECISION.get(str(trainer.precision), "low_precision"))
+        row = given.precision_config.row if given else lightnings.row
         self.trace = Trace(row.compute, row.reduce)
         self._note(trainer, pl_module, 0.0)
 

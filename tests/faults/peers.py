@@ -89,7 +89,7 @@ def flips(subject: str, folder: Path) -> str:
 ROWS = {
     "one flipped bit: noticed by the load": flips,
     "full disk at 0, 5 … 95 % of a save: an error, and the newest found is whole": full_disk,
-    "kill -9 of the whole job, saving every step: goes on, at most one step lost, same losses": kills,
+    "kill -9 of the whole job, saving every step: resumes, at most one step lost, same losses": kills,
 }
 
 

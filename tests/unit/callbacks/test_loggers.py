@@ -22,7 +22,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from tensorboard.backend.event_processing import plugin_event_accumulator
 from tensorboard.util import tensor_util
 
-from lit_fsdp.callbacks.loggers import RunCSVLogger, RunWandbLogger, check_loggers, go_on_logging
+from lit_fsdp.callbacks.loggers import RunCSVLogger, RunWandbLogger, check_loggers, resume_loggers
 from lit_fsdp.errors import ConfigError
 
 
@@ -122,13 +122,13 @@ def test_tensorboard_goes_on_and_hides_what_a_killed_run_had_logged_beyond_its_c
     given = [Namespace(version=None, purge_step=None), Namespace(version=5, purge_step=7)]  # one says where
     boards = [Namespace(class_path="lightning.pytorch.loggers.TensorBoardLogger", init_args=one) for one in given]
     plain = Namespace(class_path="lightning.pytorch.loggers.CSVLogger", init_args=Namespace())
-    go_on_logging({"logger": [plain, *boards]}, tmp_path, 10)
+    resume_loggers({"logger": [plain, *boards]}, tmp_path, 10)
     assert given == [Namespace(version=3, purge_step=10), Namespace(version=5, purge_step=7)]
     other = Namespace(class_path="lightning.pytorch.loggers.WandbLogger", init_args=Namespace(id=None))
-    go_on_logging({"logger": [other, *boards]}, tmp_path, 10)
+    resume_loggers({"logger": [other, *boards]}, tmp_path, 10)
     assert (plain.init_args, other.init_args) == (Namespace(), Namespace(id=None))
     for switch in (None, True, False):
-        go_on_logging({"logger": switch}, tmp_path, 0)
+        resume_loggers({"logger": switch}, tmp_path, 0)
 
 
 def test_the_page_of_tensorboard_hides_the_lost_steps(tmp_path: Path):
@@ -136,7 +136,7 @@ def test_the_page_of_tensorboard_hides_the_lost_steps(tmp_path: Path):
     for start, (resumed_at, steps) in enumerate([(None, range(8)), (5, range(5, 7)), (6, range(6, 8))]):
         init = Namespace(version=0, purge_step=None)
         board = Namespace(class_path="lightning.pytorch.loggers.TensorBoardLogger", init_args=init)
-        go_on_logging({"logger": board}, tmp_path, resumed_at)
+        resume_loggers({"logger": board}, tmp_path, resumed_at)
         logger = TensorBoardLogger(tmp_path, **vars(init))
         for step in steps:
             logger.log_metrics({"loss": 10.0 * start + step}, step)
@@ -165,7 +165,7 @@ class _Offline(RunWandbLogger):
 def test_the_folders_of_wandb_offline_go_on_at_the_steps_of_the_run():
     init = Namespace(id=None)
     board = Namespace(class_path="lightning.pytorch.loggers.WandbLogger", init_args=init)
-    go_on_logging({"logger": board}, Path(), 10)
+    resume_loggers({"logger": board}, Path(), 10)
     assert (board.class_path, init.id) == ("lit_fsdp.callbacks.loggers.RunWandbLogger", None)
     logger = _Offline()
     for metrics, step in (({"a": 1}, 10), ({"val": 2}, 10), ({"a": 3}, 12)):
@@ -209,7 +209,7 @@ def test_the_store_of_mlflow_is_tried_again_a_few_times(tmp_path: Path, monkeypa
         init = Namespace(tracking_uri=uri, experiment_name="mine", artifact_location=None)
         config = {"logger": [Namespace(class_path="lightning.pytorch.loggers.MLFlowLogger", init_args=init)]}
         with pytest.raises(AssertionError) if failures > tries else nullcontext():
-            go_on_logging(config, tmp_path, None)
+            resume_loggers(config, tmp_path, None)
         assert made == [uri] * tries + ([("mine", None)] if 0 < failures < tries else [])
 
 
@@ -230,7 +230,7 @@ def test_a_logger_without_its_package_is_refused_and_stores_are_in_the_run_folde
     )
     own = section("MLFlowLogger", save_dir="./mlruns", tracking_uri="http://there")
     for config in (wandb, mlflow, own):
-        go_on_logging(config, tmp_path, None)
+        resume_loggers(config, tmp_path, None)
     assert wandb.logger[0].init_args.save_dir == str(tmp_path)
     assert mlflow.logger[0].init_args.tracking_uri == f"sqlite:///{tmp_path}/mlflow.db"
     assert own.logger[0].init_args.tracking_uri == "http://there"
