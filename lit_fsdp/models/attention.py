@@ -173,9 +173,12 @@ def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 _QUERIES = 1024  # per chunk, where earlier keys exist
-# Samples up to this length are attended to in fp32 on a CPU: the backward pass of torch's kernel takes 3 to 7 times as
-# long in bf16 (torch 2.15, AMX, 64 and 113 tokens), and longer in all up to here.
-_SHORT = 256
+# On a CPU the backward pass of torch's kernel is slower in bf16 than in fp32 up to about this many tokens (torch 2.15:
+# 2.5 times as slow at 128 tokens, equal at 600 to 1,000).
+_SHORT = 1024
+# Samples are padded to a multiple of this: oneDNN compiles bf16 kernels per shape and keeps them, on a CPU with AMX
+# 18 ms and 7 MB for each new length (torch 2.15).
+_STEP = 64
 
 
 def _banded(tensors: Sequence[torch.Tensor], window: int | None, options: dict[str, Any]) -> torch.Tensor:
@@ -184,12 +187,17 @@ def _banded(tensors: Sequence[torch.Tensor], window: int | None, options: dict[s
     num_queries, num_keys, grouped = query.shape[2], key.shape[2], query.shape[1] != key.shape[1]
     before, is_plain = num_keys - num_queries, "sinks" in options
     if not before and not is_plain and (window is None or num_keys <= window):
-        if query.device.type != "cpu" or query.dtype == torch.float32 or num_keys > _SHORT:
+        if (is_on_cpu := query.device.type == "cpu") and torch.is_autocast_enabled("cpu"):  # rotated heads may be fp32
+            query, key, value = (x.to(torch.get_autocast_dtype("cpu")) for x in tensors)
+        is_narrow = is_on_cpu and query.dtype in (torch.bfloat16, torch.float16)
+        if not is_narrow or options["dropout_p"] or query.shape[-1] != value.shape[-1]:
             return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped, **options)
-        with torch.autocast("cpu", enabled=False):
-            query32, key32, value32 = (x.float() for x in tensors)
-            out = F.scaled_dot_product_attention(query32, key32, value32, is_causal=True, enable_gqa=grouped, **options)
-        return out.to(query.dtype)
+        if num_keys <= _SHORT:
+            short: torch.Tensor = _Short.apply(query, key, value, options["scale"])
+            return short
+        query, key, value = (_up_to_step(x) for x in (query, key, value))
+        out = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped, **options)
+        return out[:, :, :num_keys]
     if grouped:  # with a mask, fast kernels do not support grouped heads
         key, value = (repeat_kv(x, query.shape[1] // x.shape[1]) for x in (key, value))
     positions, reach = torch.arange(num_keys, device=query.device), window or num_keys
@@ -201,6 +209,39 @@ def _banded(tensors: Sequence[torch.Tensor], window: int | None, options: dict[s
         part = (query[:, :, queries], key[:, :, keys], value[:, :, keys])
         found.append((_plain if is_plain else F.scaled_dot_product_attention)(*part, attn_mask=near, **options))
     return torch.cat(found, dim=2)
+
+
+def _up_to_step(x_BHTD: torch.Tensor) -> torch.Tensor:
+    """Pad to the next multiple of :data:`_STEP` tokens, which no earlier token attends to."""
+    return F.pad(x_BHTD, (0, 0, 0, -x_BHTD.shape[2] % _STEP))
+
+
+class _Short(torch.autograd.Function):
+    """Causal attention on a CPU with a forward pass in bf16 or fp16 and a backward pass in fp32, (B, H, T, D)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query_BHTD: torch.Tensor, key_BKTD: torch.Tensor, value_BKTD: torch.Tensor, scale: float | None
+    ) -> torch.Tensor:
+        """Keep the inputs, the output and the log-sum-exp of the scores."""
+        tensors, num = (query_BHTD, key_BKTD, value_BKTD), query_BHTD.shape[2]
+        out, lse = _flash(*map(_up_to_step, tensors), 0.0, True, scale=scale)
+        out_BHTD = out[:, :, :num]
+        ctx.save_for_backward(*tensors, out_BHTD, lse[:, :, :num])
+        ctx.scale = scale
+        return out_BHTD
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_BHTD: torch.Tensor) -> Any:
+        """Return the gradients in the dtype of the inputs."""
+        wide = [x.float() for x in (grad_BHTD, *ctx.saved_tensors)]
+        found = _flash_backward(*wide, 0.0, True, scale=ctx.scale)
+        return (*(x.to(grad_BHTD.dtype) for x in found), None)
+
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 def _plain(

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from lit_fsdp.config.model import LossConfig
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.models.build import build_on_meta
-from lit_fsdp.models.loss import ChunkedLoss, LossPlan, causal_lm_forward, next_targets, plan_loss
+from lit_fsdp.models.loss import ChunkedLoss, LossPlan, _is_most_likely, causal_lm_forward, next_targets, plan_loss
 from tests.unit.models.families import FAMILIES
 from tests.unit.models.families import tiny as tiny_family
 
@@ -153,6 +153,31 @@ def test_loss_and_gradients_are_those_of_the_formula():
         assert torch.equal(correct, z.argmax(-1) == targets)
         for mine, theirs in zip(torch.autograd.grad(3 * found.sum(), leaves), gradients, strict=True):
             assert torch.allclose(mine, 3 * theirs, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_bf16_products_of_the_head_have_few_shapes_on_a_cpu(dtype):
+    """Tokens are padded to a multiple of 64, also under autocast, and the loss is that of the tokens."""
+    hidden, weight, seen = torch.randn(150, 6).to(dtype).requires_grad_(), torch.randn(23, 6), []
+    targets = torch.randint(0, 23, (150,))
+
+    def head(rows):
+        seen.append(len(rows))
+        return F.linear(rows, weight.to(rows.dtype))
+
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):
+        loss, nll, _ = ChunkedLoss.apply(head, targets, LossPlan("chunked"), 128, hidden)
+        wanted = F.cross_entropy(head(hidden).float(), targets, reduction="sum")
+    assert (seen[:2], len(nll)) == ([128, 64], 150)
+    assert torch.allclose(loss.sum(), wanted, rtol=1e-5)
+    found, exact = (torch.autograd.grad(x.sum(), hidden)[0].float() for x in (loss, wanted))
+    assert float((found - exact).norm() / exact.norm()) < 0.01
+
+
+def test_of_equal_largest_logits_the_first_is_predicted():
+    z = torch.tensor([[1.0, 3.0, 3.0], [1.0, 3.0, 3.0], [0.0, 0.0, 0.0], [2.0, 1.0, 0.0]])
+    targets = torch.tensor([1, 2, 0, 1])
+    assert _is_most_likely(z, targets).tolist() == [True, False, True, False]
 
 
 def test_gradients_of_the_head_are_summed_in_fp32():
