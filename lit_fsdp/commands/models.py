@@ -87,7 +87,9 @@ def run_generate(argv: Sequence[str]) -> int:
     disable_progress_bar()
     chat = Chat(options.model, options.system, options.max_new_tokens, options.base)
     if options.prompt is not None:
-        print(chat.answer(options.prompt))
+        print(answer := chat.answer(options.prompt))
+        if not answer:
+            print("The answer is empty: the model ended its turn at once.", file=sys.stderr)
         return 0
     if sys.stdin.isatty():
         print("Write a message; an empty line ends the chat.", file=sys.stderr)

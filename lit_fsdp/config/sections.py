@@ -53,6 +53,8 @@ def takes_fields(section: type[Any], returns: Any = None) -> Callable[[F], F]:
         own = [p for p in inspect.signature(function).parameters.values() if p.name == "self"]
         fields, types = inspect.signature(section).parameters.values(), typing.get_type_hints(section)
         parameters = [*own, *(field.replace(annotation=types[field.name]) for field in fields)]
+        if own:  # else Lightning's load_from_checkpoint would drop a misspelled argument
+            parameters.append(inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD, annotation=Any))
         function.__signature__ = inspect.Signature(parameters, return_annotation=returns)  # type: ignore[attr-defined]
         args = [textwrap.indent(f"{name}: {text}", "    ") for name, text in _texts_of(section).items()]
         head, _, rest = inspect.cleandoc(function.__doc__ or "").partition("Args:\n    **kwargs:")

@@ -9,6 +9,7 @@ from typing import Literal
 from lit_fsdp.errors import ConfigError, require
 
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<rest>\d+(?::\d+){0,2})")
+_WORDS = re.compile(r"(?P<number>[1-9]\d*) ?(?P<unit>[dhm])[a-z]*")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _OURS = re.compile(
     r"(MASTER_ADDR|MASTER_PORT|RANK|(LOCAL|NODE|GROUP)_RANK|(LOCAL_)?WORLD_SIZE|LIT_FSDP_EXIT_DIR"
@@ -139,5 +140,7 @@ def time_seconds(text: str) -> int | None:
         total = int(match["days"] or 0) * 86400 + hours * 3600 + minutes * 60 + seconds
     if total <= 0:
         allowed = "minutes, M:S, H:M:S, D-H, D-H:M or D-H:M:S above zero"
-        raise ConfigError("time", repr(text), allowed, 'write time: "12:00:00"')
+        words = _WORDS.fullmatch(text.strip().lower())
+        minutes = int(words["number"]) * {"d": 1440, "h": 60, "m": 1}[words["unit"]] if words else 720
+        raise ConfigError("time", repr(text), allowed, f'write time: "{minutes // 60}:{minutes % 60:02}:00"')
     return total

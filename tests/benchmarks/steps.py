@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,14 @@ from lit_fsdp.metrics.step_metrics import step_counts
 
 
 class Steps(Callback):
-    """Clock, loss and supervised tokens per step, and peak memory: ``steps.json`` in the run folder."""
+    """Clock, loss and supervised tokens per step, peak memory, CPU seconds of the start: ``steps.json`` of the run."""
 
     def __init__(self) -> None:
         self.found: dict[str, Any] = {name: [] for name in ("times", "losses", "supervised")}
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        """Note what the process used until the first step."""
+        self.found.setdefault("start_cpu_seconds", sum(os.times()[:4]))
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Note a step; not the batches of which it is accumulated."""

@@ -16,8 +16,9 @@ of one kind can be compared:
 - ``ours-dpo``, ``trl-dpo``, ``trl-dpo-precomputed``: pairs, four per step, whose prompts quote another definition; ours
   compares with a reference that was computed beforehand, TRL in every step or beforehand
 
-Speed is supervised tokens per second, memory the largest resident set after the first step. Losses are means over the
-supervised tokens of the epoch (DPO: over its steps): sides differ in the order of the rows, which moves them a little.
+Speed is supervised tokens per second, memory the largest resident set after the first step. The start is in CPU seconds
+of the process, with rows that are tokenized. Losses are means over the supervised tokens of the epoch (DPO: over its
+steps): sides differ in the order of the rows, which moves them a little.
 """
 
 from __future__ import annotations
@@ -180,6 +181,9 @@ def ratios(runs: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
             peaks = [[run["peak_bytes"] / 2**30 for run in side] for side in (ours, best)]
             found.append(compared(f"speed, ours ÷ {what}", *rates, unit="tokens/s"))
             found.append(compared(f"peak memory, ours ÷ {what}", *peaks, unit="GiB"))
+            if what.startswith("TRL"):
+                starts = [[run["start_cpu_seconds"] for run in side] for side in (ours, best)]
+                found.append(compared(f"launch to first step, CPU seconds, ours ÷ {what}", *starts, unit="s"))
     return found
 
 

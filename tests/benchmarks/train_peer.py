@@ -9,6 +9,7 @@ evaluation, recomputation of long rows alone.
 from __future__ import annotations
 
 import json
+import os
 import logging
 import sys
 import time
@@ -33,10 +34,13 @@ OPTIONS |= {"logging_steps": 1, "save_strategy": "no", "report_to": "none", "dis
 
 
 class Steps(transformers.TrainerCallback):
-    """Clock, loss and peak memory per optimizer step."""
+    """Clock, loss and peak memory per optimizer step, and CPU seconds of the start."""
 
     def __init__(self) -> None:
         self.found: dict[str, Any] = {"times": [], "losses": [], "peak_bytes": 0}
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.found.setdefault("start_cpu_seconds", sum(os.times()[:4]))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if not self.found["times"]:

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from lit_fsdp import CausalLMModule
 from lit_fsdp.checkpoint.manifest import read_manifest
 from lit_fsdp.checkpoint.safetensors_file import num_bytes
+from lit_fsdp.errors import ConfigError
 from lit_fsdp.models.generate import Chat
 from lit_fsdp.models.lora import apply_saved_lora
 from tests.dist.forks import command, on_ranks, on_ranks_each
@@ -149,6 +150,8 @@ def test_exported_adapters_are_the_live_model(
     assert not torch.equal(wanted, before)
     assert torch.equal(of_adapter, wanted)
     torch.testing.assert_close(of_merged, wanted, rtol=1e-4, atol=1e-5)
+    with pytest.raises(ConfigError, match="nmae"):
+        CausalLMModule.load_from_checkpoint(manifest.folder, name=str(base), lora=lora, nmae="a typo")
     module = CausalLMModule.load_from_checkpoint(manifest.folder, name=str(base), lora=lora).model
     assert all(torch.equal(module.state_dict()[name], tensor) for name, tensor in state.items())
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")  # fp32 on every CPU

@@ -55,6 +55,10 @@ def test_a_time_limit_is_read_as_sbatch_reads_it():
     for text in ("", "0", "0:00", "soon", "1:2:3:4", "1-", "-5", "12h", "1-2-3"):
         with pytest.raises(ConfigError, match=r"^time: got"):
             SlurmConfig(time=text)
+    for text, written in {"2h": "2:00:00", "90 min": "1:30:00", "3 Days": "72:00:00", "soon": "12:00:00"}.items():
+        with pytest.raises(ConfigError) as caught:
+            time_seconds(text)
+        assert caught.value.fix == f'write time: "{written}"'
 
 
 def test_a_wrong_value_is_named():
