@@ -9,8 +9,8 @@ evaluation, recomputation of long rows alone.
 from __future__ import annotations
 
 import json
-import os
 import logging
+import os
 import sys
 import time
 from pathlib import Path
