@@ -16,7 +16,7 @@ from lit_fsdp.checkpoint.verify import sha256_of, verify
 from lit_fsdp.commands.parsing import columns, parse, run_one_of, verb_parser
 from lit_fsdp.config.run import CheckpointConfig
 from lit_fsdp.errors import CheckpointError, require
-from lit_fsdp.host import size_words
+from lit_fsdp.host import heavy_imports, size_words
 
 _IMPORT = (
     "Convert a checkpoint of Lightning (file, FSDPStrategy, ModelParallelStrategy), Accelerate or the Transformers "
@@ -121,10 +121,11 @@ def _import(argv: Sequence[str]) -> int:
     parser.add_argument("--prefix", help="prefix of the parameter names in it; default: detected by matching")
     parser.add_argument("--allow-surplus", action="store_true", help="skip tensors that the model does not have")
     options = parse(parser, argv)
-    from lit_fsdp.checkpoint.importing import import_checkpoint, open_source
-    from lit_fsdp.models.export_files import model_entry
-    from lit_fsdp.module import CausalLMModule
-    from lit_fsdp.parallel.units import tied_names
+    with heavy_imports():
+        from lit_fsdp.checkpoint.importing import import_checkpoint, open_source
+        from lit_fsdp.models.export_files import model_entry
+        from lit_fsdp.module import CausalLMModule
+        from lit_fsdp.parallel.units import tied_names
 
     if (options.source / "adapter_config.json").is_file():
         print(_import_adapter(options.source, options.out, options.model, options.allow_surplus))

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from lit_fsdp.commands.parsing import RECIPE, flags_of, run_one_of, verb_parser
 from lit_fsdp.errors import require
+from lit_fsdp.host import heavy_imports
 
 _SPLITS = ("train", "val", "test", "predict")
 
@@ -42,12 +43,13 @@ def _inspect(argv: Sequence[str]) -> int:
     setup_logging()
     from rich.console import Console
 
-    from lit_fsdp.data.encode import RowEncoder
-    from lit_fsdp.data.packing import describe_data
-    from lit_fsdp.data.stream import prepare_samples
-    from lit_fsdp.models.resolve import resolve_model
-    from lit_fsdp.models.tokenizers import load_tokenizer
-    from lit_fsdp.report.data import data_table, pieces, print_samples, write_plot
+    with heavy_imports():
+        from lit_fsdp.data.encode import RowEncoder
+        from lit_fsdp.data.packing import describe_data
+        from lit_fsdp.data.stream import prepare_samples
+        from lit_fsdp.models.resolve import resolve_model
+        from lit_fsdp.models.tokenizers import load_tokenizer
+        from lit_fsdp.report.data import data_table, pieces, print_samples, write_plot
 
     config, source = run.data, resolve_model(run.model, with_weights=False)
     tokenizer = load_tokenizer(source, run.model)

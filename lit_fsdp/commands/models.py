@@ -9,7 +9,7 @@ from typing import Any
 
 from lit_fsdp.commands.parsing import parse, verb_parser
 from lit_fsdp.errors import require
-from lit_fsdp.host import size_words
+from lit_fsdp.host import heavy_imports, size_words
 
 
 def run_export(argv: Sequence[str]) -> int:
@@ -38,8 +38,9 @@ def run_export(argv: Sequence[str]) -> int:
     options = parse(parser, argv)
     hub_name = options.push_to_hub
     require(hub_name or not options.private, "--private", "no --push-to-hub", "both")
-    from lit_fsdp.checkpoint.export import export
-    from lit_fsdp.checkpoint.run_folder import named_checkpoint
+    with heavy_imports():
+        from lit_fsdp.checkpoint.export import export
+        from lit_fsdp.checkpoint.run_folder import named_checkpoint
 
     check: Any = None
     if options.verify or options.merge:  # these read models with transformers
@@ -80,9 +81,10 @@ def run_generate(argv: Sequence[str]) -> int:
     parser.add_argument("--system", help="system message")
     parser.add_argument("--max_new_tokens", type=int, default=256, help="maximum answer length in tokens (default 256)")
     options = parse(parser, argv)
-    from transformers.utils.logging import disable_progress_bar
+    with heavy_imports():
+        from transformers.utils.logging import disable_progress_bar
 
-    from lit_fsdp.models.generate import Chat
+        from lit_fsdp.models.generate import Chat
 
     disable_progress_bar()
     chat = Chat(options.model, options.system, options.max_new_tokens, options.base)

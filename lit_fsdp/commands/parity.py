@@ -19,6 +19,7 @@ from lit_fsdp.config.model import PreferenceModelConfig, schedule_factor
 from lit_fsdp.config.parser import load_recipe
 from lit_fsdp.config.yaml_files import read_yaml
 from lit_fsdp.errors import require
+from lit_fsdp.host import heavy_imports
 
 
 def run_parity(argv: Sequence[str]) -> int:
@@ -43,9 +44,10 @@ def run_parity(argv: Sequence[str]) -> int:
         allowed, fix = "what a loop over single rows can train", "compare with a recipe: --against OTHER.yaml"
         require(not isinstance(runs[0].model, PreferenceModelConfig), "model.class_path", PREFERENCE, allowed, fix)
         require(not runs[0].data.streaming, "data.streaming", "true", f"{allowed} in a fixed order", fix)
-    from lit_fsdp.cli import resolved_recipe
-    from lit_fsdp.parity.choices import RunRefused, flat, plain_side, turns, with_shared
-    from lit_fsdp.parity.trace import compare
+    with heavy_imports():
+        from lit_fsdp.cli import resolved_recipe
+        from lit_fsdp.parity.choices import RunRefused, flat, plain_side, turns, with_shared
+        from lit_fsdp.parity.trace import compare
 
     length = {"num_nodes": 1, "max_steps": options.steps, "max_epochs": -1}
     added = quiet_flags({"logger": "false", "log_every_n_steps": 1, **length})

@@ -24,7 +24,7 @@ from lit_fsdp.config.parser import LoadedRecipe, load_recipe
 from lit_fsdp.config.run import STRATEGY
 from lit_fsdp.config.strategy import check_accumulation
 from lit_fsdp.errors import require
-from lit_fsdp.host import size_words
+from lit_fsdp.host import heavy_imports, size_words
 
 
 def run_audit(argv: Sequence[str]) -> int:
@@ -36,7 +36,8 @@ def run_audit(argv: Sequence[str]) -> int:
     parser.add_argument("--nodes", type=int, help="number of nodes; default: 1 with --ranks")
     parser.add_argument("--json", action="store_true", help="JSON instead of tables on standard output")
     options, words = parser.parse_known_args(argv)
-    from lit_fsdp.audit import audit_recipe, print_recipe_audit
+    with heavy_imports():
+        from lit_fsdp.audit import audit_recipe, print_recipe_audit
 
     record = audit_recipe(_loaded(parser, words, options.ranks, options.nodes, "--ranks").run)
     print(json.dumps(record, indent=1)) if options.json else print_recipe_audit(record)
@@ -101,7 +102,8 @@ def run_plan(argv: Sequence[str]) -> int:
     data = dataclasses.replace(run.data, global_batch_size=steps * run.data.micro_batch_size * ranks)
     run = dataclasses.replace(run, data=data, trainer={**run.trainer, "accumulate_grad_batches": None})
     gc.set_threshold(100_000)  # there is little garbage, and collecting it takes a fifth of the time
-    from lit_fsdp.plan import memory, search
+    with heavy_imports():
+        from lit_fsdp.plan import memory, search
 
     gpu = _gpu(options.gpu) if options.gpu else None
     gib = options.memory or (gpu.memory_gib if gpu else None)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from lit_fsdp.commands.parsing import RECIPE, refuse_two_values, run_one_of, verb_parser
 from lit_fsdp.errors import ConfigError
+from lit_fsdp.host import heavy_imports
 
 if TYPE_CHECKING:
     from lit_fsdp.config.run import RunConfig
@@ -91,7 +92,8 @@ def _planned(options: argparse.Namespace, rest: list[str]) -> tuple[Job, RunConf
         if size and trainer.get(trainers.partition(".")[2]) in (None, "auto", -1):
             flags += [f"--{trainers}", str(size)]
     run = load_recipe([*rest, *flags], "fit", also).run
-    from lit_fsdp.cli import resolved_recipe
+    with heavy_imports():
+        from lit_fsdp.cli import resolved_recipe
 
     values = resolved_recipe([*rest, *flags], "fit")  # also refuses errors that only Lightning detects
     return plan_job(run, values.get("ckpt_path")), run, values

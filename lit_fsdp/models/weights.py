@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from lit_fsdp.checkpoint.safetensors_file import read_header, read_rows
 from lit_fsdp.errors import CheckpointError, require
 
 _log = logging.getLogger(__name__)
@@ -64,20 +65,19 @@ class ModelSource:
 
 
 class Stored(NamedTuple):
-    """File, name and shape of a stored tensor."""
+    """A tensor in a safetensors file: its shape, dtype and first byte."""
 
     file: Path
     name: str
     shape: tuple[int, ...]
+    dtype: str
+    start: int
 
     def read(self, rows: slice | None = None) -> torch.Tensor:
         """Read the tensor or its ``rows`` in dim 0, on the CPU, in the dtype of the file."""
-        try:  # open, copy, close: the mapped file counts as this process's memory until it is closed
-            with safe_open(self.file, framework="pt") as handle:
-                if rows is None:
-                    return handle.get_tensor(self.name).clone()
-                return handle.get_slice(self.name)[rows].clone()
-        except (SafetensorError, OSError) as error:
+        try:
+            return read_rows(self.file, self.dtype, self.shape, self.start, rows)
+        except (OSError, ValueError) as error:
             raise CheckpointError(f"{self.file}: cannot read {self.name} ({error})") from error
 
 
@@ -271,9 +271,7 @@ def headers_of(files: Iterable[Path]) -> dict[str, Stored]:
     tensors: dict[str, Stored] = {}
     for file in files:
         try:
-            with safe_open(file, framework="pt") as handle:
-                for name in handle.keys():  # noqa: SIM118 - safe_open is not a mapping
-                    tensors[name] = Stored(file, name, tuple(handle.get_slice(name).get_shape()))
+            tensors |= {name: Stored(file, name, *entry) for name, entry in read_header(file).items()}
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{file}: not a valid safetensors file ({error}); download it again") from error
     return tensors
