@@ -46,7 +46,7 @@ from lit_fsdp.config.yaml_files import use_loader
 from lit_fsdp.datamodule import CausalLMDataModule
 from lit_fsdp.errors import ConfigError, RefusedByLightning, require
 from lit_fsdp.exit_codes import exit_code_of
-from lit_fsdp.host import follows_first_task, is_launched_by_lightning, is_requeued, wait_for_first
+from lit_fsdp.host import follows_first_task, is_launched_by_lightning, is_requeued, resume_collection, wait_for_first
 from lit_fsdp.launch.launcher import adopt_step, check_launch
 from lit_fsdp.launch.ranks import LAUNCHED_RANKS
 from lit_fsdp.logs import setup_logging
@@ -396,6 +396,7 @@ class RecipeCLI(LightningCLI):
 
     def _prepare(self) -> None:
         """Prepare the data, lock the run folder and write the recipe, before any process group exists."""
+        resume_collection()
         wait_for_first()
         parsed, trainer, verb = self._section(), self.trainer, str(self.verb)
         folder = Path(parsed.trainer.default_root_dir)

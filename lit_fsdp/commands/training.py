@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lit_fsdp.commands.parsing import example_lines
-from lit_fsdp.host import heavy_imports, is_launched_by_lightning
+from lit_fsdp.host import is_launched_by_lightning, pause_collection
 from lit_fsdp.launch.ranks import LAUNCHED_RANKS
 from lit_fsdp.signals import SIGNAL_FLAGS
 
@@ -46,8 +46,8 @@ def run_training_verb(verb: str, argv: list[str], callbacks: Callable[[], list[A
         if "trainer.strategy" not in recipe.run.foreign:
             SIGNAL_FLAGS.before_exit = lambda: LAUNCHED_RANKS.end(grace_seconds=0)
             LAUNCHED_RANKS.start(recipe.run.trainer)
-    with heavy_imports():
-        from lit_fsdp.cli import RecipeCLI
+    pause_collection()  # until the CLI has built everything
+    from lit_fsdp.cli import RecipeCLI
 
     if {"-h", "--help"} & set(argv):
         with contextlib.suppress(SystemExit):  # jsonargparse exits here
