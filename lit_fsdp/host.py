@@ -225,11 +225,12 @@ def pause_collection() -> None:
 
 
 def resume_collection() -> None:
-    """Start the paused garbage collector; until the process exits, it does not pass over the objects of now."""
+    """Start the paused garbage collector; until the process exits, it does not pass over what exists now."""
     if _PAUSED.is_set():
         _PAUSED.clear()
         gc.freeze()
-        atexit.register(gc.unfreeze)  # else nanobind, which triton uses, lists its types as leaked
+        if "triton" in sys.modules:  # nanobind, which it uses, would list its types as leaked
+            atexit.register(gc.unfreeze)
         gc.enable()
 
 

@@ -1,7 +1,8 @@
-"""Write and read a safetensors file tensor by tensor: its header needs only names, dtypes and shapes."""
+"""Stream a safetensors file tensor by tensor: its header needs only names, dtypes and shapes."""
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Mapping
@@ -9,21 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 from lit_fsdp.checkpoint.files import HashedFile
 from lit_fsdp.checkpoint.manifest import Manifest, TensorSpec
 from lit_fsdp.errors import CheckpointError
+from lit_fsdp.models.tensor_files import CODES, SIZE_BYTES, read_header, read_rows
 
-_CODES = {
-    "bool": "BOOL", "uint8": "U8", "uint16": "U16", "uint32": "U32", "uint64": "U64",
-    "int8": "I8", "int16": "I16", "int32": "I32", "int64": "I64",
-    "float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64", "complex64": "C64",
-    "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
-}  # fmt: skip
-_DTYPES = {code: getattr(torch, name) for name, code in _CODES.items()}
 _HEADER_ALIGNMENT = 8
-_SIZE_BYTES = 8
 _WRITTEN_AT_ONCE = 1 << 20  # elements: hashed and copied while in the CPU cache
 
 
@@ -53,15 +47,15 @@ class TensorFile(HashedFile):
         offset = 0
         for name in self._left:
             spec = specs[name]
-            if spec.dtype not in _CODES:
+            if spec.dtype not in CODES:
                 raise CheckpointError(f"{name}: safetensors has no dtype {spec.dtype}; cast it, or remove it")
             end = offset + num_bytes(spec)
-            header[name] = {"dtype": _CODES[spec.dtype], "shape": list(spec.shape), "data_offsets": [offset, end]}
+            header[name] = {"dtype": CODES[spec.dtype], "shape": list(spec.shape), "data_offsets": [offset, end]}
             offset = end
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % _HEADER_ALIGNMENT)
         super().__init__(path, at_once)
-        self.write(len(text).to_bytes(_SIZE_BYTES, "little") + text)
+        self.write(len(text).to_bytes(SIZE_BYTES, "little") + text)
 
     def append(self, name: str, tensor: torch.Tensor) -> None:
         """Write the next tensor in :func:`file_order`, converted to its dtype."""
@@ -77,46 +71,6 @@ class TensorFile(HashedFile):
         assert failure or not self._left, f"not written: {self._left}"
 
 
-def read_header(path: Path) -> dict[str, tuple[tuple[int, ...], str, int]]:
-    """Shape, dtype as safetensors writes it, and first byte in the file of every tensor.
-
-    Raises:
-        SafetensorError, OSError: The file is damaged, truncated or missing.
-    """
-    with safe_open(path, framework="pt"):  # checks the whole header and the size of the file
-        pass
-    with path.open("rb") as file:
-        size = int.from_bytes(file.read(_SIZE_BYTES), "little")
-        header = json.loads(file.read(size))
-    header.pop("__metadata__", None)
-    begin = _SIZE_BYTES + size
-    return {
-        name: (tuple(entry["shape"]), entry["dtype"], begin + entry["data_offsets"][0])
-        for name, entry in header.items()
-    }
-
-
-def read_rows(path: Path, dtype: str, shape: tuple[int, ...], start: int, rows: slice | None = None) -> torch.Tensor:
-    """Read the ``rows`` in dim 0, by default all, of a tensor of :func:`read_header` into new CPU memory.
-
-    ``safe_open`` reads the header of all tensors each time, which takes 20 s for a file of 4,000, and a mapped file
-    counts as memory of the process.
-
-    Raises:
-        ValueError: torch has no such dtype, or the file ends early.
-    """
-    if dtype not in _DTYPES:
-        raise ValueError(f"its dtype {dtype} is none of {', '.join(_DTYPES)}")
-    begin, end, _ = (rows or slice(None)).indices(shape[0]) if shape else (0, 1, 1)
-    tensor = torch.empty((max(0, end - begin), *shape[1:]) if shape else (), dtype=_DTYPES[dtype])
-    data: Any = tensor.reshape(-1).view(torch.uint8).numpy()
-    with path.open("rb") as file:
-        file.seek(start + begin * math.prod(shape[1:]) * tensor.itemsize)
-        if file.readinto(data) != tensor.nbytes:
-            raise ValueError("the file ends before the tensor does")
-    return tensor
-
-
 def read_tensor(manifest: Manifest, name: str) -> torch.Tensor:
     """Read one full tensor into new CPU memory."""
     name = manifest.averages.get(name, name)
@@ -126,8 +80,16 @@ def read_tensor(manifest: Manifest, name: str) -> torch.Tensor:
         where = tuple(slice(begin, begin + size) for begin, size in zip(chunk.offsets, chunk.sizes, strict=True))
         path = manifest.file(chunk.file)
         try:
-            with safe_open(path, framework="pt") as file:
-                whole[where].copy_(file.get_tensor(name))
-        except (SafetensorError, OSError, ValueError) as error:
+            part = read_rows(path, *_header(path, path.stat().st_mtime_ns)[name])
+        except (SafetensorError, OSError, KeyError, ValueError) as error:
             raise CheckpointError(f"{path}: not a readable safetensors file: {error}") from error
+        if (part.shape, part.dtype) == (whole.shape, whole.dtype):
+            return part
+        whole[where].copy_(part)
     return whole
+
+
+@functools.lru_cache(maxsize=512)
+def _header(path: Path, changed: int) -> dict[str, tuple[tuple[int, ...], str, int]]:
+    """:func:`read_header` of a file that was last ``changed`` then; an export reads each tensor of all files."""
+    return read_header(path)

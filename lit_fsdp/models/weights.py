@@ -21,8 +21,8 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from lit_fsdp.checkpoint.safetensors_file import read_header, read_rows
 from lit_fsdp.errors import CheckpointError, require
+from lit_fsdp.models.tensor_files import read_header, read_rows
 
 _log = logging.getLogger(__name__)
 _INDEX = "model.safetensors.index.json"
@@ -76,7 +76,7 @@ class Stored(NamedTuple):
     def read(self, rows: slice | None = None) -> torch.Tensor:
         """Read the tensor or its ``rows`` in dim 0, on the CPU, in the dtype of the file."""
         try:
-            return read_rows(self.file, self.dtype, self.shape, self.start, rows)
+            return read_rows(self.file, self.shape, self.dtype, self.start, rows)
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{self.file}: cannot read {self.name} ({error})") from error
 

@@ -6,6 +6,8 @@ import fcntl
 import logging
 import os
 import socket
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
@@ -152,3 +154,29 @@ def test_ranks_share_the_cores_of_their_node(monkeypatch, ranks, steps_on_host, 
     monkeypatch.setattr("os.environ", {**os.environ, **environment})
     monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(96)))
     assert threads_of_rank(ranks, steps_on_host) == threads
+
+
+def test_the_garbage_collector_pauses_for_the_imports_of_a_command_alone():
+    """It runs again afterwards, without the imported objects, and a process that has imported torch is unchanged."""
+    code = """
+import gc
+from lit_fsdp.host import heavy_imports, pause_collection, resume_collection
+collections = []
+gc.callbacks.append(lambda phase, info: collections.append(phase))
+with heavy_imports():
+    import torch
+    assert not gc.isenabled() and not collections
+assert gc.isenabled() and gc.get_freeze_count() > 100_000
+frozen = gc.get_freeze_count()
+pause_collection()
+assert gc.isenabled()
+resume_collection()
+assert gc.get_freeze_count() == frozen
+gc.disable()
+with heavy_imports():
+    assert not gc.isenabled()
+assert not gc.isenabled()
+print(gc.get_freeze_count() == frozen)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("True\n", "")

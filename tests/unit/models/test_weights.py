@@ -7,15 +7,17 @@ import logging
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from lit_fsdp.config.model import ModelConfig
 from lit_fsdp.errors import CheckpointError, ConfigError
+from lit_fsdp.models import tensor_files
 from lit_fsdp.models.build import build_on_meta
 from lit_fsdp.models.resolve import resolve_model
-from lit_fsdp.models.weights import ModelSource, open_weights
+from lit_fsdp.models.weights import ModelSource, headers_of, open_weights
 from tests.unit.models.conftest import fill, opened, tensors
 
 
@@ -104,6 +106,45 @@ def test_damaged_files_are_named(saved):
         file.unlink() if left is None else file.write_bytes(left)
         with pytest.raises(CheckpointError, match=file.name):
             opened(folder)
+
+
+def test_tensors_of_every_dtype_and_their_rows_equal_those_of_safetensors(tmp_path):
+    file = tmp_path / "model.safetensors"
+    stored = {
+        "whole": torch.randn(3, 4, 5),
+        "narrow": torch.randn(7, 3).to(torch.bfloat16),
+        "scale": torch.tensor(3.0, dtype=torch.float64),
+        "empty": torch.zeros(0, 4),
+        "ids": torch.randint(0, 9, (5,)),
+        "mask": torch.tensor([True, False, True]),
+        "eight": torch.randn(4, 2).to(torch.float8_e4m3fn),
+    }
+    save_file(stored, file, metadata={"format": "pt"})
+    entries = headers_of([file])
+    assert entries.keys() == stored.keys()
+    for name, tensor in stored.items():
+        for rows in (None, *([slice(1, 3), slice(2, 2), slice(2, 99)] if tensor.dim() else [])):
+            found, expected = entries[name].read(rows), tensor if rows is None else tensor[rows]
+            assert (found.dtype, found.shape) == (expected.dtype, expected.shape), (name, rows)
+            assert torch.equal(found.reshape(-1).view(torch.uint8), expected.reshape(-1).view(torch.uint8)), (
+                name,
+                rows,
+            )
+    file.write_bytes(file.read_bytes()[:-1])  # after the header has been read
+    last = max(entries.values(), key=lambda entry: entry.start)
+    with pytest.raises(CheckpointError, match=rf"cannot read {last.name} \(the file ends before the tensor does\)"):
+        last.read()
+
+
+def test_the_header_of_a_file_is_read_once_for_all_of_its_tensors(tmp_path, monkeypatch):
+    """Reading it for each took 20 s for a file of 4,000 tensors."""
+    file = tmp_path / "model.safetensors"
+    save_file({f"experts.{i}.weight": torch.full((2,), float(i)) for i in range(300)}, file)
+    opened_files = []
+    monkeypatch.setattr(tensor_files, "safe_open", lambda path, **_: opened_files.append(path) or safe_open(path, "pt"))
+    read = {name: entry.read() for name, entry in headers_of([file]).items()}
+    assert opened_files == [file]
+    assert all(torch.equal(read[f"experts.{i}.weight"], torch.full((2,), float(i))) for i in range(300))
 
 
 def _random(config):
