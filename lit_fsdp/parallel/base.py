@@ -40,7 +40,7 @@ from lit_fsdp.host import FIRST, end_with_first, threads_of_rank
 from lit_fsdp.metrics.hardware import is_accelerator
 from lit_fsdp.models.attention import by_sample
 from lit_fsdp.models.parts import RowParts, context_method
-from lit_fsdp.parallel.activation import prepare_blocks, recompute_by_unit, resolve_gradient_checkpointing
+from lit_fsdp.parallel.activation import prepare_blocks, recompute_by_unit, recomputes, resolve_gradient_checkpointing
 from lit_fsdp.parallel.alike import check_alike, kinds_of, options_of, tensors_of
 from lit_fsdp.parallel.debug import write_rank
 from lit_fsdp.parallel.expert_units import build_expert_groups, check_experts, divide_experts
@@ -60,6 +60,7 @@ from lit_fsdp.parallel.precision import (
     settle_precision,
 )
 from lit_fsdp.parallel.schedules import idle_schedulers
+from lit_fsdp.parallel.trim import Trimmer
 from lit_fsdp.parallel.units import (
     UnitPlan,
     audit,
@@ -403,6 +404,8 @@ class EngineStrategy(ForeignParts):
         path = f"{self.path}.activation_checkpointing"
         activation = resolve_gradient_checkpointing(module, config.activation_config, path)
         prepare_blocks(plan.blocks, activation, config.compile, path)
+        if self.root_device.type == "cpu":
+            Trimmer().add_to(block for block in plan.blocks if recomputes(block) != "no")
         for unit in plan.units:
             if unit.keeps_fp32:
                 cast_outputs(plan.modules[unit.name], compute)
