@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from lit_fsdp.host import return_freed_memory
 
-_SLACK = 0.1
+_SLACK = 0.15
 _STATM = Path("/proc/self/statm")
 
 
