@@ -264,6 +264,21 @@ def _text(folder: Path, rows: int) -> str:
     return str(file)
 
 
+def weights(size: int, folder: Path) -> Steps:
+    """Every tensor of a model file; experts on the hub have one each."""
+    import torch
+    from safetensors.torch import save_file
+
+    from lit_fsdp.models.weights import headers_of
+
+    yield
+    file = folder / "model.safetensors"
+    save_file({f"model.layers.0.experts.{number}.weight": torch.zeros(64, 64) for number in range(size)}, file)
+    yield
+    for entry in headers_of([file]).values():
+        entry.read()
+
+
 def report(size: int, folder: Path) -> Steps:
     from lit_fsdp.commands.report import run_report
     from lit_fsdp.report.page import read_run
@@ -344,6 +359,7 @@ MEASURES: dict[str, tuple[str, Callable[[Any, Path], Steps], tuple[Any, ...], tu
     "one_rank": ("set-up and plan of a save of 8B by ranks, one of them", one_rank, (*_RANKS, 4096), ()),
     "save_first": ("save of 8B with AdamW by ranks, plan and manifest on rank 0", save_first, _RANKS, (4096,)),
     "resume_part": ("load of 8B with AdamW by ranks, the manifest on one of them", resume_part, _RANKS, (4096,)),
+    "weights": ("weights by tensors in a file", weights, (1_000, 4_000, 16_000), ()),
     "tokenize": ("tokenizing by short rows, one process", tokenize, (10_000, 100_000), (1_000_000,)),
     "packs": ("packs of 4,096 tokens by rows", packs, _MILLIONS, (10_000_000,)),
     "long_packs": ("packs of 131,072 tokens by rows", partial(packs, capacity=131_072), _MILLIONS, (10_000_000,)),
