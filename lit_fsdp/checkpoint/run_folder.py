@@ -6,6 +6,7 @@ This module does not import torch. Changes require the run lock, so hidden folde
 from __future__ import annotations
 
 import datetime
+import functools
 import logging
 import math
 import os
@@ -266,7 +267,7 @@ def look_at(path: Path) -> Found:
     match = STEP_NAME.fullmatch(path.name)
     found = Found(int(match[1]) if match else -1, path)
     try:
-        manifest = read_manifest(path)
+        manifest = _summary(path, *_state(path / MANIFEST))
         on_signal = manifest.extra.get("on_signal") is True
         metrics = dict(manifest.metrics)
         found = Found(manifest.global_step, path, metrics, manifest.created, manifest.num_bytes, on_signal)
@@ -275,3 +276,18 @@ def look_at(path: Path) -> Found:
     except (CheckpointError, OSError) as error:  # OSError: removed by another process meanwhile
         return replace(found, damage=str(error))
     return found
+
+
+@functools.lru_cache(maxsize=10_000)
+def _summary(path: Path, *state: int) -> Manifest:
+    """Read a manifest without its tensors, once per ``state`` of its file: every save looks at all checkpoints."""
+    return replace(read_manifest(path), tensors={}, chunks={})
+
+
+def _state(manifest: Path) -> tuple[int, ...]:
+    """Change with every write of a file; empty if it cannot be read, which :func:`read_manifest` explains."""
+    try:
+        found = manifest.stat()
+    except OSError:
+        return ()
+    return found.st_ino, found.st_mtime_ns, found.st_size
