@@ -318,6 +318,7 @@ def retain(size: int, folder: Path) -> Steps:
 
     _run(folder, 10, size)
     yield
+    run_folder.retain(folder, CheckpointConfig(keep_last=-1))  # after an earlier save of this process
     yield
     run_folder.retain(folder, CheckpointConfig(keep_last=-1))
 
