@@ -53,7 +53,8 @@ def read_rows(path: Path, shape: tuple[int, ...], dtype: str, start: int, rows: 
     if dtype not in _DTYPES:
         raise ValueError(f"its dtype {dtype} is none of {', '.join(_DTYPES)}")
     begin, end, _ = (rows or slice(None)).indices(shape[0]) if shape else (0, 1, 1)
-    tensor = torch.empty((max(0, end - begin), *shape[1:]) if shape else (), dtype=_DTYPES[dtype])
+    of_rows = (max(0, end - begin), *shape[1:]) if shape else ()
+    tensor = torch.empty(of_rows, dtype=_DTYPES[dtype], device="cpu")
     data: Any = tensor.reshape(-1).view(torch.uint8).numpy()
     with path.open("rb") as file:
         file.seek(start + begin * math.prod(shape[1:]) * tensor.itemsize)

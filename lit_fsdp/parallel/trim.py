@@ -41,7 +41,7 @@ class Trimmer:
             block.register_forward_hook(self._after_forward)
 
     def _after_forward(self, block: nn.Module, args: Any, out: Any) -> None:
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return
         self()
         for tensor in tree_leaves(out):
