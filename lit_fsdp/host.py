@@ -38,6 +38,7 @@ _PORTS = range(10000, 20000)
 """Below the ports of outgoing connections, which may use a port before rank 0 listens, and those of SLURM jobs."""
 _RESERVED: deque[socket.socket] = deque()
 _PAUSED = threading.Event()
+"""Whether :func:`pause_collection` has disabled the garbage collector."""
 _ISA_WITHOUT_BF16 = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI")
 
 
@@ -205,7 +206,7 @@ def threads_of_rank(ranks_here: int, steps_on_host: bool) -> int | None:
 
 @contextmanager
 def heavy_imports() -> Iterator[None]:
-    """Import packages between :func:`pause_collection` and :func:`resume_collection`."""
+    """Pause the garbage collector while heavy packages are imported; see :func:`pause_collection`."""
     pause_collection()
     try:
         yield
@@ -214,10 +215,10 @@ def heavy_imports() -> Iterator[None]:
 
 
 def pause_collection() -> None:
-    """Stop the garbage collector until :func:`resume_collection`, in a process that has not imported torch yet.
+    """Disable the garbage collector until :func:`resume_collection`, unless torch is already imported.
 
-    torch, Lightning and transformers create 700,000 objects that live as long as the process. Passes over them take a
-    quarter of the time of their imports.
+    torch, Lightning and transformers create 700,000 objects that live as long as the process. Scanning them takes a
+    quarter of their import time.
     """
     if "torch" not in sys.modules and gc.isenabled():
         gc.disable()
@@ -225,11 +226,11 @@ def pause_collection() -> None:
 
 
 def resume_collection() -> None:
-    """Start the paused garbage collector; until the process exits, it does not pass over what exists now."""
+    """Enable the paused garbage collector; until the exit it does not scan objects that exist now."""
     if _PAUSED.is_set():
         _PAUSED.clear()
         gc.freeze()
-        if "triton" in sys.modules:  # nanobind, which it uses, would list its types as leaked
+        if "triton" in sys.modules:  # its binding library would report leaks at exit
             atexit.register(gc.unfreeze)
         gc.enable()
 

@@ -1,4 +1,4 @@
-"""On CPUs: return the gaps in glibc's heap between blocks, where they would raise the peak of resident memory."""
+"""On CPUs, return free memory of a fragmented heap to the system, near the peak of resident memory."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ _STATM = Path("/proc/self/statm")
 
 
 class Trimmer:
-    """Trims the heap at the borders of blocks, in both passes, if more is resident than at any border after a trim.
+    """Trims the heap between blocks, in both passes, if the resident set exceeds its largest value after a trim.
 
-    glibc keeps freed memory of up to 32 MiB each for later. Between the inputs of recomputed blocks, which stay until
-    the backward pass, it becomes gaps, which at long rows are half as large as everything in use. Gaps that are
-    returned cost page faults when they are used again, so only those around the peak are: the limit rises to it in the
-    first step. ``_SLACK`` is the share above the limit that is accepted.
+    glibc keeps freed memory (up to 32 MiB per allocation) for later. Between the inputs of recomputed blocks, which
+    live until the backward pass, it fragments the heap: at long rows, half as much as is in use. Returned memory costs
+    page faults when it is used again, so only that near the peak is returned: the limit rises during the first step.
+    ``_SLACK`` is the accepted share above the limit.
     """
 
     def __init__(self) -> None:
         self.limit = 0.0
 
     def __call__(self, *_: Any) -> None:
-        """Trim if it is worth it."""
+        """Trim if the resident set is above the limit."""
         if _resident() > self.limit * (1 + _SLACK):
             return_freed_memory()
             self.limit = max(self.limit, _resident())

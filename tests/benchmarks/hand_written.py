@@ -1,11 +1,12 @@
 """The training loop somebody would write by hand, without Lightning and without us.
 
-    python hand_written.py WORKLOAD_FOLDER OUT.json
+    python hand_written.py WORKLOAD_FOLDER OUT.json [lora]
 
 One process: fp32 weights, bf16 autocast. Several (by RANK and WORLD_SIZE): ``fully_shard`` per layer and on the root,
 bf16 parameters and fp32 reductions. On a CPU without bf16 instructions all of it in fp32. Both: cross-entropy over the
 supervised positions, fused AdamW with decay on matrices, gradients clipped to a norm of 1. Rows of their own go through
-the model's ordinary forward; packs, told apart by their positions, through torch's chunked head.
+the model's ordinary forward; packs, told apart by their positions, through torch's chunked head. With ``lora`` peft's
+adapters are trained, and the base is in bf16 if the CPU has instructions for it, as ours.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
-from work import CLIP_NORM, OPTIM
+from work import CLIP_NORM, LORA, OPTIM
 
 from lit_fsdp.host import cpu_has_bf16
 
@@ -30,18 +31,24 @@ COMPUTE = torch.bfloat16 if cpu_has_bf16() else torch.float32
 RANK, RANKS = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def main(folder: Path, out: Path) -> None:
+def main(folder: Path, out: Path, *adapters: str) -> None:
     """Train on the rank's batches and write the time and loss of every step."""
     batches = torch.load(folder / f"batches-{RANK}-of-{RANKS}.pt", weights_only=True)
     model: Any = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32).train()
+    if adapters:
+        from peft import LoraConfig, get_peft_model
+
+        settings = LoraConfig(r=LORA["r"], lora_alpha=LORA["alpha"], target_modules=LORA["target_modules"])
+        model = get_peft_model(model.to(COMPUTE), settings).base_model.model  # adapters in fp32
     if RANKS > 1:
         dist.init_process_group("gloo")
         policy = MixedPrecisionPolicy(param_dtype=COMPUTE, reduce_dtype=torch.float32)
         for part in (*model.model.layers, model):
             fully_shard(part, mp_policy=policy)
+    trained = [p for p in model.parameters() if p.requires_grad]
     groups = [
-        {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": OPTIM["weight_decay"]},
-        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": OPTIM["weight_decay"]},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
     ]
     betas = (OPTIM["beta1"], OPTIM["beta2"])
     optimizer = torch.optim.AdamW(groups, lr=OPTIM["lr"], betas=betas, eps=OPTIM["eps"], fused=True)
@@ -83,4 +90,4 @@ def step(model: Any, optimizer: torch.optim.Optimizer, batch: dict[str, torch.Te
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:])

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from record import bench, compared, in_turns, python
-from work import data_module, fit, random_rows, save_random_model, save_rows, write_recipe
+from work import LORA, data_module, fit, random_rows, save_random_model, save_rows, write_recipe
 
 from lit_fsdp.host import free_port
 
@@ -36,6 +36,7 @@ MEASURES = {
     "one": (1, 128, "tokens/s of `lit-fsdp fit`, one process ÷ plain PyTorch loop", ">= 0.98"),
     "two": (2, 128, "tokens/s of `lit-fsdp fit`, two processes ÷ `fully_shard` loop", ">= 0.97"),
     "packed": (1, 512, "tokens/s of `lit-fsdp fit`, packed, one process ÷ loop with torch's chunked head", ">= 0.98"),
+    "lora": (1, 512, "tokens/s of `lit-fsdp fit`, packed, with adapters, one process ÷ loop with peft", ">= 1.15"),
     "context": (2, 4096, "tokens/s of `lit-fsdp fit`, two processes that share rows ÷ that have their own", ">= 0.85"),
     "experts": (
         1,
@@ -69,7 +70,8 @@ def main() -> None:
 def measure(name: str, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Ours ÷ the peer's: tokens per second after the warm-up, or seconds to the end of the first step."""
     ranks, length, what, aim = MEASURES[name]
-    is_start, packing = name == "start", name == "packed"
+    is_start, packing = name == "start", name in ("packed", "lora")
+    adapters = {"lora": LORA} if name == "lora" else {}
     steps = 1 if is_start else options.steps
     folder.mkdir()
     sizes: dict[str, Any] = TINY if is_start else {"num_hidden_layers": options.layers}
@@ -80,8 +82,8 @@ def measure(name: str, folder: Path, options: argparse.Namespace) -> dict[str, A
     rows = save_rows(folder / "rows.jsonl", random_rows(ROWS * steps * (4 if packing else 1), *words))
     data = {"train": str(rows), "max_seq_length": length, "packing": packing}
     data |= {"global_batch_size": ROWS, "micro_batch_size": ROWS // ranks}
-    write_recipe(folder / "recipe.yaml", model, {}, data, devices=ranks, max_steps=steps, log_every_n_steps=5)
     options_of = {"devices": ranks, "max_steps": steps, "log_every_n_steps": 5}
+    write_recipe(folder / "recipe.yaml", model, {}, data, adapters, **options_of)
     if name == "experts-64":
         fewer = save_random_model(folder / "fewer", **{**MIXTURE, "num_experts": 8})
         write_recipe(folder / "peer.yaml", fewer, {}, data, **options_of)
@@ -95,7 +97,10 @@ def measure(name: str, folder: Path, options: argparse.Namespace) -> dict[str, A
             write_recipe(folder / f"{side}.yaml", model, strategy, {**data, "micro_batch_size": micro}, **options_of)
     else:
         save_batches(folder, data, ranks, steps)
-    sides = {"ours": lambda: fit(folder / "recipe.yaml", ranks), "peer": lambda: peer(folder, ranks, is_start)}
+    sides = {
+        "ours": lambda: fit(folder / "recipe.yaml", ranks),
+        "peer": lambda: peer(folder, ranks, is_start, **adapters),
+    }
     if (folder / "peer.yaml").is_file():
         sides["peer"] = lambda: fit(folder / "peer.yaml", ranks)
     runs = in_turns(sides, options.repeats + is_start)
@@ -119,7 +124,7 @@ def save_batches(folder: Path, data: dict[str, Any], ranks: int, steps: int) -> 
         torch.save(batches, folder / f"batches-{rank}-of-{ranks}.pt")
 
 
-def peer(folder: Path, ranks: int, is_start: bool) -> dict[str, Any]:
+def peer(folder: Path, ranks: int, is_start: bool, **adapters: Any) -> dict[str, Any]:
     """The loop without Lightning, or the minimal Lightning script, which starts its second rank itself."""
     out = folder / "record.json"
     place = {"WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
@@ -127,7 +132,7 @@ def peer(folder: Path, ranks: int, is_start: bool) -> dict[str, Any]:
         launched = python([HERE / "minimal_lightning.py", folder, out, ranks], ranks)
     else:
         places = [{"RANK": rank, **place} for rank in range(ranks)]
-        launched = python([HERE / "hand_written.py", folder, out], ranks, places)
+        launched = python([HERE / "hand_written.py", folder, out, *adapters], ranks, places)
     return {"launched": launched, **json.loads(out.read_text())}
 
 

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from record import bench, compared, in_turns, python
-from work import SEED, chat, data_module, fit, jargon_rows, save_rows, smollm2_folder, write_recipe
+from work import LORA, SEED, chat, data_module, fit, jargon_rows, save_rows, smollm2_folder, write_recipe
 
 WARMUP_STEPS = 2
 ROWS_PER_STEP, MICRO_PACKS = 8, 3
@@ -140,7 +140,7 @@ def save_work(folder: Path, **work: Any) -> None:
 
 def save_recipe(file: Path, data: dict[str, Any], lora: bool, mode: str = "none", **model: Any) -> None:
     """One epoch for us."""
-    adapters = {"lora": {"r": 16, "alpha": 32.0, "target_modules": "all-linear"}} if lora else {}
+    adapters = {"lora": LORA} if lora else {}
     strategy = {"engine": "single", "activation_checkpointing": {"mode": mode}}
     options = {"devices": 1, "max_epochs": 1, "log_every_n_steps": 1}
     write_recipe(file, smollm2_folder(), strategy, data, {**adapters, **model}, **options)

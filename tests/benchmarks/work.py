@@ -20,6 +20,7 @@ from record import ROOT, python
 SEED = 0
 OPTIM = {"lr": 1e-4, "weight_decay": 0.1, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "schedule": "constant"}
 CLIP_NORM = 1.0
+LORA = {"r": 16, "alpha": 32.0, "target_modules": "all-linear"}
 _WORDS = "red green blue white black yellow box ball cup book lamp hat one two three four five six".split()
 _DIGITS = {digit: value for value, digit in enumerate(f"{string.ascii_uppercase}{string.ascii_lowercase}0123456789+/")}
 

@@ -126,10 +126,8 @@ def test_tensors_of_every_dtype_and_their_rows_equal_those_of_safetensors(tmp_pa
         for rows in (None, *([slice(1, 3), slice(2, 2), slice(2, 99)] if tensor.dim() else [])):
             found, expected = entries[name].read(rows), tensor if rows is None else tensor[rows]
             assert (found.dtype, found.shape) == (expected.dtype, expected.shape), (name, rows)
-            assert torch.equal(found.reshape(-1).view(torch.uint8), expected.reshape(-1).view(torch.uint8)), (
-                name,
-                rows,
-            )
+            same = torch.equal(found.reshape(-1).view(torch.uint8), expected.reshape(-1).view(torch.uint8))
+            assert same, (name, rows)
     file.write_bytes(file.read_bytes()[:-1])  # after the header has been read
     last = max(entries.values(), key=lambda entry: entry.start)
     with pytest.raises(CheckpointError, match=rf"cannot read {last.name} \(the file ends before the tensor does\)"):

@@ -1,4 +1,4 @@
-"""Gaps of the heap are returned around the peak alone, in training alone, and change no number."""
+"""Free memory of a fragmented heap is returned near the peak and in training only; no result changes."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def test_the_limit_rises_to_what_is_left_after_a_trim(monkeypatch):
 
 
 def test_gaps_between_tensors_are_returned():
-    """In a process of its own: what another test has left in the heap would hide it."""
+    """In a process of its own, as other tests leave free memory in the heap."""
     code = """
 import torch
 from lit_fsdp.parallel.trim import Trimmer, _resident
-del_ = torch.ones(4 << 20)
-del del_  # from now on glibc serves such sizes from its heap
+large = torch.ones(4 << 20)
+del large  # from now on glibc serves such sizes from its heap
 tensors = [torch.ones(1 << 18) for _ in range(400)]
 del tensors[::2]
 before = _resident()
