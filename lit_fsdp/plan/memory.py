@@ -378,4 +378,5 @@ def compared_memory(run: RunConfig, folder: Path) -> str:
     except Exception as error:  # a failed prediction must not end a run
         return f"cannot predict peak memory: {error}"
     measured = max(add_to_audit(folder, {"predicted_peak_bytes": predicted})["measured_peak_bytes_per_rank"])
-    return f"peak memory per rank: {measured / 2**30:.2f} GiB measured, {predicted / 2**30:.2f} GiB predicted"
+    what = "increase of memory per rank up to the peak" if device_type(run) == "cpu" else "peak memory per rank"
+    return f"{what}: {measured / 2**30:.2f} GiB measured, {predicted / 2**30:.2f} GiB predicted"
