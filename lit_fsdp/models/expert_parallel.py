@@ -60,12 +60,13 @@ class Dispatch:
     """Sends the choices of one forward pass to their experts, and back.
 
     Attributes:
+        group: The ranks that divide the experts.
         order_S: The choices, of (N, K) flattened, in the order in which they are sent.
         expert_T: Local index of the expert of each choice that :meth:`there` returns; ascending.
     """
 
     def __init__(self, group: ExpertGroup, top_k_index_NK: torch.Tensor) -> None:
-        self._group, device = group, top_k_index_NK.device
+        self.group, device = group, top_k_index_NK.device
         places_E = group.places(device)
         place_S = places_E[top_k_index_NK.flatten()]
         self.order_S = place_S.argsort(stable=True)
@@ -87,15 +88,15 @@ class Dispatch:
         # not by FSDP2's set_gradient_divide_factor: gloo needs it with forced sums, and torch 2.11 to 2.15 then divides
         # twice on a mesh of one rank (findings/fsdp2-divides-twice-on-one-shard.sh)
         x_TI = self._exchange(x_SI, self._received, self._sent)[self._order_T]
-        return scaled_gradient(x_TI, self._group.degree)
+        return scaled_gradient(x_TI, self.group.degree)
 
     def back(self, out_TO: torch.Tensor) -> torch.Tensor:
         """Send the experts' outputs back; returns those of this rank's choices, (S, O), in :attr:`order_S`."""
-        out_TO = scaled_gradient(out_TO, 1 / self._group.degree)
+        out_TO = scaled_gradient(out_TO, 1 / self.group.degree)
         return self._exchange(out_TO[inverse(self._order_T)], self._sent, self._received)
 
     def _exchange(self, x: torch.Tensor, received: list[int], sent: list[int]) -> torch.Tensor:
-        found = collectives.all_to_all_single_autograd(x.contiguous(), received, sent, self._group.group)
+        found = collectives.all_to_all_single_autograd(x.contiguous(), received, sent, self.group.group)
         return collectives.wait_tensor(found)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 from torch.nn.modules.conv import _ConvNd
 from transformers.integrations import moe
@@ -22,6 +23,7 @@ from transformers.integrations import moe
 from lit_fsdp.models.expert_parallel import Dispatch, ExpertGroup, inverse, scaled_gradient
 from lit_fsdp.models.quantize import PackedExperts
 
+_FILLED = 64  # tokens of an expert in bf16 on a CPU are filled up to a multiple of this
 _ALIGNED = 8  # bf16 values in 16 bytes; rows of a grouped product must be a multiple of 16 bytes
 
 
@@ -132,18 +134,47 @@ def _by_expert(
 ) -> torch.Tensor:
     """The experts' forward pass as transformers defines it: (N, I) to (N, O), with indices and weights (N, K)."""
     num_choices, group = top_k_index.shape[1], getattr(experts, "expert_group", None)
-    if group is None:
-        order_S = top_k_index.flatten().argsort(stable=True)
-        expert_S = top_k_index.flatten()[order_S]
-        x_SI = hidden_states[order_S // num_choices]
-        out_SO = _products(experts, packed, adapters, x_SI, expert_S, experts.num_experts)
+    dispatch = None if group is None else Dispatch(group, top_k_index)
+    order_S = top_k_index.flatten().argsort(stable=True) if dispatch is None else dispatch.order_S
+    inverse_S = inverse(order_S)
+    x_SI = _Rows.apply(hidden_states, order_S // num_choices, inverse_S, num_choices)
+    if dispatch is None:
+        out_SO = _products(experts, packed, adapters, x_SI, top_k_index.flatten()[order_S], experts.num_experts)
     else:
-        dispatch = Dispatch(group, top_k_index)
-        order_S, own = dispatch.order_S, {name: _own_factors(group, *given) for name, given in adapters.items()}
-        x_TI = dispatch.there(hidden_states[order_S // num_choices])
-        out_SO = dispatch.back(_products(experts, packed, own, x_TI, dispatch.expert_T, len(group.own)))
-    out_SO = out_SO * top_k_weights.flatten()[order_S, None]
-    return out_SO[inverse(order_S)].view(*top_k_index.shape, -1).sum(dim=1)
+        own = {name: _own_factors(dispatch.group, *given) for name, given in adapters.items()}
+        out_TO = _products(experts, packed, own, dispatch.there(x_SI), dispatch.expert_T, len(dispatch.group.own))
+        out_SO = dispatch.back(out_TO)
+    out_NKO = _Rows.apply(out_SO, inverse_S, order_S, 1).view(*top_k_index.shape, -1)
+    return (out_NKO * top_k_weights[..., None]).sum(dim=1)
+
+
+class _Rows(torch.autograd.Function):
+    """Rows of a tensor, each of them ``times`` times, with a backward pass that gathers as well, from ``places``.
+
+    The one of indexing adds row after row, in the dtype of the gradient.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, rows: torch.Tensor, places: torch.Tensor, times: int) -> torch.Tensor:
+        ctx.save_for_backward(places)
+        ctx.times = times
+        return x.index_select(0, rows)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        found = grads[0].index_select(0, *ctx.saved_tensors)
+        return found if ctx.times == 1 else found.unflatten(0, (-1, ctx.times)).sum(1), None, None, None
+
+
+def _whole_blocks(expert_S: torch.Tensor, ends_E: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The place of each row, and the ends, after filling the rows of each expert up to a multiple of ``_FILLED``.
+
+    oneDNN builds and keeps a bf16 kernel for each number of rows: 5 ms each, for every expert in every step.
+    """
+    counts_E = ends_E.diff(prepend=ends_E[:1] * 0)
+    filled_E = (counts_E + _FILLED - 1) // _FILLED * _FILLED
+    more_E = (filled_E - counts_E).cumsum(0) - (filled_E - counts_E)  # rows added before the first of each expert
+    return torch.arange(len(expert_S)) + more_E[expert_S], filled_E.cumsum(0).int()
 
 
 def _own_factors(
@@ -164,6 +195,12 @@ def _products(
 ) -> torch.Tensor:
     """Apply its expert to each row, (S, I) to (S, O); ``expert_S`` ascends and indexes the local experts."""
     ends_E = torch.searchsorted(expert_S, torch.arange(num_experts, device=expert_S.device), right=True).int()
+    place_S = None
+    is_real = not (isinstance(x_SI, FakeTensor) or torch.compiler.is_compiling())
+    if x_SI.device.type == "cpu" and x_SI.dtype == torch.bfloat16 and is_real:
+        place_S, ends_E = _whole_blocks(expert_S, ends_E)
+        expert_S = torch.repeat_interleave(ends_E.diff(prepend=ends_E[:1] * 0))
+        x_SI = x_SI.new_zeros(len(expert_S), x_SI.shape[1]).index_copy(0, place_S, x_SI)
 
     def product(x_SI: torch.Tensor, name: str) -> torch.Tensor:
         if name in packed:
@@ -187,4 +224,5 @@ def _products(
         else experts.act_fn(product(x_SI, "up_proj"))
     )
     out_SO = product(x_SI, "down_proj")
+    out_SO = out_SO if place_S is None else out_SO.index_select(0, place_S)
     return experts.post_expert_norm(out_SO) if getattr(experts, "has_post_expert_norm", False) else out_SO

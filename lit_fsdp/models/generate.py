@@ -7,15 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
 from lit_fsdp.errors import require
 from lit_fsdp.host import cpu_has_bf16
 from lit_fsdp.models.base import base_of_folder, find_base
 from lit_fsdp.models.build import vocabulary_tensors
-from lit_fsdp.models.lora import load_adapter_folder
+from lit_fsdp.models.experts import fused_experts, prepare_experts
+from lit_fsdp.models.lora import is_adapter, load_adapter_folder
 from lit_fsdp.models.preference import evaluating
-from lit_fsdp.models.quantize import as_loaded
+from lit_fsdp.models.quantize import as_loaded, pack, pack_experts
 from lit_fsdp.models.tokenizers import end_of_turn_id, pad_id, read_tokenizer
 from lit_fsdp.models.weights import headers_of
 
@@ -72,7 +74,19 @@ def _loaded(folder: str, base: str | None) -> tuple[Any, PreTrainedTokenizerBase
         if rows > model.get_input_embeddings().num_embeddings:  # rows of added tokens
             model.resize_token_embeddings(rows, mean_resizing=False)
         model = load_adapter_folder(model, place)
+        if saved.get("quantize"):
+            _pack_experts(model, saved["double_quantization"])
     return model.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer
+
+
+def _pack_experts(model: nn.Module, double_quantization: bool) -> None:
+    """Quantize fused experts as for training; transformers quantizes only linear layers."""
+    for name, param in fused_experts(model).items():
+        if not is_adapter(name):
+            pack_experts({name: model.get_submodule(name.rpartition(".")[0])}, double_quantization)
+            layer, read = model.get_submodule(name), param.data.__getitem__
+            layer.weight = nn.Parameter(pack(read, layer, param.device, by_rows=True), requires_grad=False)
+    prepare_experts(model)
 
 
 def answer_batch(

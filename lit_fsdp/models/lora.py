@@ -8,6 +8,7 @@ found as without adapters. Only parameter names change: ``q_proj.weight`` become
 from __future__ import annotations
 
 import difflib
+import functools
 import logging
 import math
 import re
@@ -62,8 +63,9 @@ class LoraWeights:
         """
         if attribute == "weight" and hasattr(module, "quant_state"):
             owner, _, own = base_name(module_name).rpartition(".")
-            place = (owner, own) if isinstance(module, PackedExperts) else (f"{owner}.{own}", attribute)
-            packed = pack(self._base.read(place[0], module, place[1]), module, self._device)
+            name = f"{owner}.{own}" if isinstance(module, PackedExperts) else f"{owner}.{own}.{attribute}"
+            read = functools.partial(self._base.read_named, name)
+            packed = pack(read, module, self._device, by_rows=self._base.is_stored(name))
             return packed if rows is None else packed[rows].clone()
         parts = module_name.split(".")
         part = next((part for part in parts if part in _ADAPTER_PARTS), None)

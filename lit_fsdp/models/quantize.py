@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -88,13 +88,25 @@ def linear_layers(model: PreTrainedModel) -> dict[str, nn.Linear]:
     return {n: m for n, m in model.named_modules() if type(m) is nn.Linear and m is not head}
 
 
-def pack(weight: torch.Tensor, layer: Any, device: torch.device) -> torch.Tensor:
-    """Pack the whole ``weight``, in the dtype of its file, and set the layer's ``quant_state`` for unpacking.
+def pack(read: Callable[[slice], torch.Tensor], layer: Any, device: torch.device, by_rows: bool) -> torch.Tensor:
+    """Pack the whole weight and set the layer's ``quant_state`` for unpacking.
 
-    The same weight gives the same bits on the same kind of ``device``, where ``quant_state`` stays.
+    ``read`` returns rows of the weight in dim 0, in the dtype of its file. With ``by_rows`` experts are read and
+    packed one at a time, because packing needs several copies in fp32 on a CPU. The bits are the same, and the same
+    weight gives the same bits on the same kind of ``device``, where ``quant_state`` stays.
     """
-    packed, layer.quant_state = _quantized(weight.to(device), layer.double_quantization)
-    return packed
+    is_double = layer.double_quantization
+    if not (by_rows and isinstance(layer, PackedExperts) and layer.shape[1:].numel() % _BLOCK == 0):
+        packed, layer.quant_state = _quantized(read(slice(None)).to(device), is_double)
+        return packed
+    parts = [_quantized(read(slice(expert, expert + 1)).to(device), False) for expert in range(layer.shape[0])]
+    functional, whole = _bitsandbytes().functional, parts[0][1]
+    whole.shape, whole.absmax = layer.shape, torch.cat([state.absmax for _, state in parts])
+    if is_double:
+        whole.offset, whole.nested = whole.absmax.mean(), True
+        whole.absmax, whole.state2 = functional.quantize_blockwise(whole.absmax - whole.offset, blocksize=256)
+    layer.quant_state = whole
+    return torch.cat([packed for packed, _ in parts])
 
 
 def rounded(weight: torch.Tensor, double_quantization: bool) -> torch.Tensor:

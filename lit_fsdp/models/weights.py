@@ -181,6 +181,10 @@ class Weights:
             raise CheckpointError(f"{name}: {text}")
         return value if rows is None else value[rows].clone()
 
+    def is_stored(self, name: str) -> bool:
+        """Whether a file contains the tensor, so that rows are read without the rest; others are initialized whole."""
+        return name in self._stored
+
     @property
     def experts_apart(self) -> dict[str, list[str]]:
         """For each fused tensor whose experts are stored separately: their module in the files, and names of parts."""

@@ -14,9 +14,11 @@ from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from lit_fsdp.models import generate
 from lit_fsdp.models.experts import fused_experts
 from lit_fsdp.models.lora import apply_saved_lora
 from lit_fsdp.models.miniature import shrink
+from lit_fsdp.models.quantize import PackedExperts
 from lit_fsdp.models.tokenizers import miniature_tokenizer
 from tests.dist.forks import RankError, command, on_ranks
 from tests.dist.lora_jobs import peft_losses
@@ -128,8 +130,10 @@ def test_runs_go_on_and_are_exported_under_the_names_of_the_hub(tmp_path: Path) 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # peft 0.21 on transformers 5.23
 @pytest.mark.parametrize("family", ["qwen3_moe", "llama4_text"])
-def test_experts_in_four_bits_are_those_that_bitsandbytes_rounds(family: str, tmp_path: Path) -> None:
-    """Losses of plain peft on weights that were quantized and turned back; the bytes; and what is exported."""
+def test_experts_in_four_bits_are_those_that_bitsandbytes_rounds(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Losses of plain peft on weights that were quantized and turned back; the bytes; exports; answers."""
     folder = saved_mixture(family, tmp_path)
     rounded = AutoModelForCausalLM.from_pretrained(folder)
     packed = fused_experts(rounded) | {
@@ -154,5 +158,14 @@ def test_experts_in_four_bits_are_those_that_bitsandbytes_rounds(family: str, tm
     assert sum(unit["quantization_bytes"] for unit in halves) >= whole / 16
     assert sum(unit["num_params"] - unit["num_trainable"] for unit in halves) == rounded.num_parameters()
     ckpt = tmp_path / "fsdp2/checkpoints/step-00000006"
-    (done,) = command(1, ["export", "--ckpt", str(ckpt), "--merge", "--verify", "--out", "merged"], tmp_path)
-    assert (done.code, done.err) == (0, ""), done.err
+    for form in ("adapter", "merge"):
+        (done,) = command(1, ["export", "--ckpt", str(ckpt), f"--{form}", "--verify", "--out", form], tmp_path)
+        assert (done.code, done.err) == (0, ""), done.err
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")  # answers in fp32 on every CPU
+    monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: False)  # whose kernel wants widths of n * 32
+    chat = generate.Chat(str(tmp_path / "adapter"))
+    assert sum(isinstance(layer, PackedExperts) for layer in chat.model.modules()) == len(fused_experts(rounded))
+    plain = peft.PeftModel.from_pretrained(rounded, tmp_path / "adapter")
+    with torch.no_grad():
+        logits, wanted_logits = (model(global_batch(0)["input_ids"]).logits for model in (chat.model, plain))
+    assert float((logits - wanted_logits).norm() / wanted_logits.norm()) < 1e-5

@@ -6,11 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 from transformers import AutoModelForCausalLM
+from transformers.integrations import moe
 
 from lit_fsdp.config.model import LoraConfig
 from lit_fsdp.models.experts import prepare_experts
 from lit_fsdp.models.lora import apply_lora
+from lit_fsdp.models.quantize import PackedExperts, pack
 from tests.unit.models.families import tiny
 
 
@@ -41,3 +44,56 @@ def test_grouped_factors_are_as_peft_sums_eager_and_compiled():
         for call in (experts, torch.compile(experts)):
             for ours, theirs in zip(results(call, is_bf16), wanted, strict=True):
                 assert float((ours - theirs).norm() / theirs.norm()) < allowed
+
+
+@pytest.mark.parametrize("is_double", [False, True])
+@pytest.mark.parametrize(("shape", "most"), [((6, 32, 80), 1), ((6, 5, 24), 6)])
+def test_experts_are_packed_one_by_one_into_the_bits_of_the_whole(shape, most, is_double):
+    """Unless a block of 64 weights would belong to two experts; then all are read at once."""
+    torch.manual_seed(0)
+    weight, read = torch.randn(shape).bfloat16(), []
+
+    def rows(chosen: slice) -> torch.Tensor:
+        read.append(len(weight[chosen]))
+        return weight[chosen]
+
+    layer = PackedExperts(weight.shape, is_double)
+    options = {"quant_type": "nf4", "compress_statistics": is_double, "quant_storage": torch.bfloat16}
+    wanted, state = quantize_4bit(weight, **options)
+    found = pack(rows, layer, torch.device("cpu"), by_rows=True)
+    assert torch.equal(found.view(torch.int16), wanted.view(torch.int16))
+    layer.weight = torch.nn.Parameter(found, requires_grad=False)
+    assert torch.equal(layer.unpacked(torch.bfloat16), dequantize_4bit(wanted, state))
+    assert (max(read), sum(read)) == (most, len(weight))
+
+
+def test_tokens_of_an_expert_are_whole_blocks_in_bf16(monkeypatch):
+    """Or oneDNN builds, and keeps, a kernel for every number of tokens; experts without tokens stay empty."""
+    torch.manual_seed(0)
+    model: Any = AutoModelForCausalLM.from_config(tiny("qwen3_moe"))
+    experts = model.model.layers[0].mlp.experts
+    for param in experts.parameters():
+        torch.nn.init.normal_(param, std=0.1)
+    own, seen, x = moe._grouped_mm, [], torch.randn(150, model.config.hidden_size)
+    monkeypatch.setattr(moe, "_grouped_mm", lambda x, w, offs: seen.append(offs.tolist()) or own(x, w, offs))
+    chosen = torch.stack([1 + torch.randperm(3)[:2] for _ in range(len(x))])
+    weights = torch.rand(len(x), 2)
+
+    def results(is_bf16: bool) -> list[torch.Tensor]:
+        experts.zero_grad()
+        begin, shares = x.clone().requires_grad_(), weights.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_bf16):
+            out = experts(begin, chosen, shares)
+        out.square().sum().backward()
+        return [out.detach(), begin.grad, shares.grad, *(param.grad for param in experts.parameters())]
+
+    wanted = results(False)
+    prepare_experts(experts)
+    for is_bf16, allowed in ((False, 1e-6), (True, 0.02)):
+        seen.clear()
+        for ours, theirs in zip(results(is_bf16), wanted, strict=True):
+            assert float((ours - theirs).norm() / theirs.norm()) < allowed
+        assert len(seen) == 2
+        assert all(ends[0] == 0 for ends in seen)
+        assert all(end % 64 == 0 for ends in seen for end in ends) == is_bf16
+        assert (seen[0][-1] == 2 * len(x)) != is_bf16
