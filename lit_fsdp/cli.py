@@ -238,18 +238,18 @@ class RecipeCLI(LightningCLI):
         SIGNAL_FLAGS.can_save = SIGNAL_FLAGS.can_save or self.verb == "fit"
         SIGNAL_FLAGS.install()
         SIGNAL_FLAGS.before_exit = lambda: self.end_children(grace_seconds=0)
-        asked, parsed = self.config, self._section()
+        original, parsed = self.config, self._section()
         check_launch(vars(parsed.trainer), os.environ)
         check_loggers(parsed.trainer)
         self.resume = self._find_resume()
-        self.config, folder = asked.clone(), Path(parsed.trainer.default_root_dir)
+        self.config, folder = original.clone(), Path(parsed.trainer.default_root_dir)
         write_to_run_folder(self._section().trainer, folder)
         if self.verb == "fit":
             manifest = self.resume.manifest
             step = (manifest.global_step if manifest else 0) if self.resume.path or is_requeued() else None
             resume_loggers(self._section().trainer, folder, step)
         super().instantiate_classes()
-        self.config = asked
+        self.config = original
         split, data = _STAGES[self.verb][0], self.datamodule
         if self._has_own_data() and not isinstance(self.model, CausalLMModule) and not data.config.has(split):
             self.datamodule = None  # a third-party module may have its own loaders

@@ -53,7 +53,7 @@ class CausalLMDataModule(LightningDataModule):
         self.prepare_data_per_node = True
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._seed: int | None = None
-        self._takes_pairs: bool | None = None
+        self._is_preference: bool | None = None
         self._samples: dict[str, Samples] = {}
         self._refused: Exception | None = None
         self._stream: StreamLoader | None = None
@@ -62,14 +62,14 @@ class CausalLMDataModule(LightningDataModule):
 
     def attach(self, tokenizer: PreTrainedTokenizerBase, seed: int, is_preference: bool | None = None) -> None:
         """Set the model's tokenizer, the run's seed, and whether rows should be pairs of completions (None: any)."""
-        self._tokenizer, self._seed, self._takes_pairs = tokenizer, seed, is_preference
+        self._tokenizer, self._seed, self._is_preference = tokenizer, seed, is_preference
 
     def prepare(self, splits: Sequence[str]) -> dict[str, Samples]:
         """Tokenize and pack the requested splits of the recipe; see :func:`prepare_samples`."""
-        if self._takes_pairs is None:
+        if self._is_preference is None:
             module = getattr(self.trainer, "lightning_module", None)
-            self._takes_pairs = getattr(module, "is_preference", None)
-        if self._takes_pairs and self.config.format == "auto":
+            self._is_preference = getattr(module, "is_preference", None)
+        if self._is_preference and self.config.format == "auto":
             self.config = dataclasses.replace(self.config, format="preference")
         held_out = self.config.val_split is not None
         for split in ("train" if split == "val" and held_out else split for split in splits):
@@ -84,7 +84,7 @@ class CausalLMDataModule(LightningDataModule):
             found["train"] = SampleStream(self.config, self._encoder(), 0)
         kinds = "rows with one completion, for CausalLMModule", "pairs, for lit_fsdp.PreferenceModule"
         for split, has in found.items():
-            fits = self._takes_pairs in (None, has.pairs)
+            fits = self._is_preference in (None, has.pairs)
             require(fits, f"data.{split}", kinds[has.pairs], kinds[not has.pairs])
         return self._samples
 

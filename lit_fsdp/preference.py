@@ -81,8 +81,8 @@ class PreferenceModule(CausalLMModule):
     def laid_out(self, batch: Any) -> Any:
         """Join the pairs of a batch in one row if ``pair_rows`` says so; best called on the host."""
         is_known = isinstance(batch, Mapping) and ONE_ROW not in batch and {"counts", "attention_mask"} <= batch.keys()
-        is_asked = is_known and self.pair_rows in ("shared", "whole")
-        return super().laid_out(pairs_in_one_row(batch, self.pair_rows == "shared") if is_asked else batch)
+        in_one_row = is_known and self.pair_rows in ("shared", "whole")
+        return super().laid_out(pairs_in_one_row(batch, self.pair_rows == "shared") if in_one_row else batch)
 
     def _forward(self, batch: Mapping[str, torch.Tensor]) -> tuple[TokenLoss, list[torch.Tensor]]:
         assert self.model is not None

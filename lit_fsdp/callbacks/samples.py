@@ -92,8 +92,8 @@ class Samples(Callback):
                 tokens += [float(a == b) for a, b in zip_longest(wanted, got[: len(wanted)])]
         if trainer.is_global_zero:
             _write(Path(trainer.default_root_dir) / "samples.csv", rows)
-            for step, asked, wanted, got in rows:
-                shown = f"step {step}: {asked[-_SHOWN_CHARACTERS:]}\nwanted: {wanted}\ngot: {got}"
+            for step, question, wanted, got in rows:
+                shown = f"step {step}: {question[-_SHOWN_CHARACTERS:]}\nwanted: {wanted}\ngot: {got}"
                 print(visible(shown), file=sys.stderr)
             for logger in trainer.loggers:
                 if hasattr(logger, "log_table"):  # W&B

@@ -168,6 +168,7 @@ def tokenized(encoded: Sequence[EncodedRow], keys: Sequence[int] = ()) -> tuple[
         "tokens": len(arrays["input_ids"]),
         "dropped": Counter(why for row in encoded for why in row.dropped),
         "unwritten": Counter(kind for row in encoded for kind in row.unwritten),
+        "plain_text": sum(row.is_plain for row in encoded),
     }
     return counts, {name: np.array(array, dtype=ARRAYS[name]) for name, array in arrays.items()}
 

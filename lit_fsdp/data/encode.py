@@ -14,6 +14,7 @@ from lit_fsdp.config.data import DataConfig, RowFormat
 from lit_fsdp.data.chat_template import find_template, no_template
 from lit_fsdp.data.formats import (
     Conversation,
+    is_plain,
     num_alike,
     preference_sides,
     read_prompt,
@@ -25,7 +26,7 @@ from lit_fsdp.data.masks import Encoded, Span, SpanEncoder, added_tokens, sample
 from lit_fsdp.data.turns import AssistantTurns, Found, Unwritten, supervised_turns
 from lit_fsdp.errors import ConfigError, DataError, require
 
-_VERSION = 7
+_VERSION = 8
 """Incremented when a change here or below alters the tokens or masks of the same rows."""
 CUT, TOO_LONG = "cut before the assistant's turn", "longer than max_seq_length"
 EMPTY, NOTHING_LEFT = "empty", "without a supervised token"
@@ -45,6 +46,8 @@ class EncodedRow:
     """Why the row, or a turn with ``data.split_turns``, has no sample: short reasons that can be counted."""
     unwritten: tuple[str, ...] = ()
     """Roles of texts that the template omits, ``tools`` for schemas; allowed by ``data.unwritten_text``."""
+    is_plain: bool = False
+    """Whether it is a prompt and a completion in plain text, which no template renders."""
 
 
 class _Part(NamedTuple):
@@ -99,13 +102,15 @@ class RowEncoder:
             found = self._preferences(rows, locations)
         else:
             found = []
-            for (whole, unwritten), location in zip(self._whole(rows, row_format, locations), locations, strict=True):
+            wholes = self._whole(rows, row_format, locations)
+            for row, (whole, unwritten), location in zip(rows, wholes, locations, strict=True):
                 parts = [self._split(one) if row_format == "text" else self._cut(one, location) for one in whole]
                 dropped = tuple(why for part in parts for why in part.dropped)
                 if not parts:
                     dropped = (EMPTY if row_format == "text" else NOTHING_LEFT,)
                 samples = [one for part in parts for one in part.samples]
-                found.append(EncodedRow(samples, sum(part.truncated for part in parts), dropped, unwritten))
+                plain = row_format == "prompt_completion" and is_plain(row)
+                found.append(EncodedRow(samples, sum(part.truncated for part in parts), dropped, unwritten, plain))
         every = [each.input_ids for encoded in found for each in encoded.samples]
         if every and np.concatenate(every).max() >= self._num_ids:
             for encoded, location in zip(found, locations, strict=True):

@@ -108,13 +108,13 @@ class AssistantTurns:
         """
         *before, _ = conversation.messages
         text, spans, lacks = self.find(conversation, [len(before)], location)
-        asked, start = self._template.text_of(conversation, before, generation_prompt=True) or "", spans[0][0]
+        prompted, start = self._template.text_of(conversation, before, generation_prompt=True) or "", spans[0][0]
         last = before[-1]["content"].strip() if before else ""
         tails = [self._tail(text[:start]), f"{last}{text[:start].rpartition(last)[2]}" if last else ""]
-        for prompt in (asked, asked.rpartition("<think>")[0]):  # the turn may render the reasoning differently
+        for prompt in (prompted, prompted.rpartition("<think>")[0]):  # the turn may render the reasoning differently
             if any(tail and prompt.endswith(tail) for tail in tails):
                 if prompt != text[:start]:
-                    lacks = self.unwritten(replace(conversation, messages=before), asked, generation_prompt=True)
+                    lacks = self.unwritten(replace(conversation, messages=before), prompted, generation_prompt=True)
                 moved = len(prompt) - start
                 return prompt + text[start:], [(a + moved, b + moved) for a, b in spans], lacks
         return text, spans, lacks
@@ -231,8 +231,8 @@ class AssistantTurns:
         """Return the text before a turn: its header, or, where it continues an earlier turn, the end of that text."""
         before = conversation.messages[:index]
         header = self._header(conversation, before)
-        asked = "" if header else self._template.text_of(conversation, before, generation_prompt=True) or ""
-        return header or self._tail(asked) or asked
+        prompted = "" if header else self._template.text_of(conversation, before, generation_prompt=True) or ""
+        return header or self._tail(prompted) or prompted
 
     def _header(self, conversation: Conversation, before: list[Message]) -> str:
         """Return the generation prompt after messages; without a generation prompt, the text before an answer."""
@@ -241,16 +241,16 @@ class AssistantTurns:
 
     def _new_header(self, conversation: Conversation, before: list[Message]) -> str:
         for messages in (before, [_QUESTION]):  # the question is never rejected
-            asked = self._template.text_of(conversation, messages, generation_prompt=True)
+            prompted = self._template.text_of(conversation, messages, generation_prompt=True)
             plain = self._template.text_of(conversation, messages)
-            if asked is None or plain is None:
+            if prompted is None or plain is None:
                 continue
-            if asked == plain:  # no generation prompt; a space belongs to the following word
+            if prompted == plain:  # no generation prompt; a space belongs to the following word
                 answered = self._template.text_of(conversation, [*messages, _ANSWER]) or ""
-                asked = answered.rpartition(_ANSWER["content"])[0].rstrip(" ")
-            cut = num_alike(asked, plain)
-            across = (match.start() for match in self._token.finditer(asked) if match.start() < cut < match.end())
-            return asked[next(across, cut) :]
+                prompted = answered.rpartition(_ANSWER["content"])[0].rstrip(" ")
+            cut = num_alike(prompted, plain)
+            across = (match.start() for match in self._token.finditer(prompted) if match.start() < cut < match.end())
+            return prompted[next(across, cut) :]
         return ""
 
     def _marked(self, rendered: _Rendered, turns: dict[int, _Turn], index: int, marks: Sequence[Span]) -> list[Span]:

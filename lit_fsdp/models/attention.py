@@ -65,17 +65,17 @@ def _end(*unused: Any) -> None:
     _running.pop()
 
 
-def _mask(**asked: Any) -> torch.Tensor | int | None:
+def _mask(**arguments: Any) -> torch.Tensor | int | None:
     """Return the mask for layers: None if they are causal, the size of a sliding window, or SDPA's mask."""
-    window = asked.get("local_size")
-    is_chunked = window is not None and window == getattr(asked.get("config"), "attention_chunk_size", None)
-    is_other = asked.get("use_vmap") or asked.get("allow_is_bidirectional_skip") or is_chunked
+    window = arguments.get("local_size")
+    is_chunked = window is not None and window == getattr(arguments.get("config"), "attention_chunk_size", None)
+    is_other = arguments.get("use_vmap") or arguments.get("allow_is_bidirectional_skip") or is_chunked
     # transformers < 5.4 passes the positions of the queries: delete when the minimum is later
-    num_queries = asked["q_length"] if "q_length" in asked else len(asked["cache_position"])
-    is_one_pass = asked.get("attention_mask") is None and num_queries == asked["kv_length"]
+    num_queries = arguments["q_length"] if "q_length" in arguments else len(arguments["cache_position"])
+    is_one_pass = arguments.get("attention_mask") is None and num_queries == arguments["kv_length"]
     # transformers forbids the skip for packed rows; our batches carry sample lengths instead of a mask
-    is_known = asked.get("allow_is_causal_skip", True) or bool(_running and _running[-1])
-    return window if is_one_pass and is_known and not is_other else sdpa_mask(**asked)
+    is_known = arguments.get("allow_is_causal_skip", True) or bool(_running and _running[-1])
+    return window if is_one_pass and is_known and not is_other else sdpa_mask(**arguments)
 
 
 def _attend(

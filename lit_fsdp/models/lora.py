@@ -144,35 +144,35 @@ def _targets(
 ) -> tuple[list[str] | str | None, list[str]]:
     """``target_modules`` and ``target_parameters`` for peft, whose all-linear would include routers."""
     linears, fused, path = _linears(model), fused_experts(model), f"{_PATH}.target_modules"
-    asked = config.target_modules
+    chosen = config.target_modules
     mistaken = _mistaken(model, linears)
     no_routers = [n for n in linears if not (fused and _ROUTERS.search(n)) and n.rpartition(".")[2] not in mistaken]
-    targets: list[str] | str | None = asked
+    targets: list[str] | str | None = chosen
     parameters: list[str] = []
-    if asked == "all-linear" or (asked is None and not is_known):
-        targets, parameters = no_routers, list(fused) if asked else []
+    if chosen == "all-linear" or (chosen is None and not is_known):
+        targets, parameters = no_routers, list(fused) if chosen else []
         if left_out := sorted({_end(name) for name in linears if name.rpartition(".")[2] in mistaken}):
             text = "model.lora: layers without adapters, because peft mistakes them for routed experts: %s"
             _log.warning(text, ", ".join(left_out))
-    elif asked == "attention-only":
+    elif chosen == "attention-only":
         targets = [name for name in no_routers if _ATTENTION.search(name)]
         given = f"attention-only for {model.config.model_type}, which has no linear layer named attn or attention"
         require(targets, path, given, f"layers of this model: {layers}")
-    elif isinstance(asked, str):
-        parameters = [name for name in fused if re.fullmatch(asked, name)]
-        found = [name for name, _ in model.named_modules() if re.fullmatch(asked, name)]
-        given, fix = f"{asked!r}, which matches no full name", f"write [{asked}], or '.*{asked}'"
+    elif isinstance(chosen, str):
+        parameters = [name for name in fused if re.fullmatch(chosen, name)]
+        found = [name for name, _ in model.named_modules() if re.fullmatch(chosen, name)]
+        given, fix = f"{chosen!r}, which matches no full name", f"write [{chosen}], or '.*{chosen}'"
         require(found or parameters, path, given, f"names such as {linears[0]}", fix)
         _check_names(model, "target_modules", found, layers)
-        targets = found if fused or not found else asked  # in mixtures peft extends a pattern to all layers
-    elif asked is not None:
+        targets = found if fused or not found else chosen  # in mixtures peft extends a pattern to all layers
+    elif chosen is not None:
         modules = [f".{name}" for name, _ in model.named_modules()]
-        others = [wanted for wanted in asked if not any(name.endswith(f".{wanted}") for name in modules)]
+        others = [wanted for wanted in chosen if not any(name.endswith(f".{wanted}") for name in modules)]
         layers_of_peft = {id(p) for m in model.modules() if isinstance(m, _LAYERS) for p in m.parameters()}
         found_here = [(name, param) for name, param in model.named_parameters() if id(param) not in layers_of_peft]
         matrices = [name for name, param in found_here if param.ndim in (2, 3)]
         parameters = [name for name in matrices if f".{name}".endswith(tuple(f".{wanted}" for wanted in others))]
-        targets = [wanted for wanted in asked if not any(f".{name}".endswith(f".{wanted}") for name in parameters)]
+        targets = [wanted for wanted in chosen if not any(f".{name}".endswith(f".{wanted}") for name in parameters)]
         _check_names(model, "target_modules", targets, layers)
     wrong = [] if isinstance(targets, str) else [n for n in targets or () if n.rpartition(".")[2] in mistaken]
     given = f"{', '.join(wrong[:3])}, which peft mistakes for routed experts of {model.config.model_type}"

@@ -357,8 +357,8 @@ class Checkpoints:
 
     def _sound(self, checkpoint_path: Path) -> Path:
         """The checkpoint to load: the given path, or the first undamaged fallback."""
-        asked = ([str(path) for path in self.fallback_checkpoints], self.verify_on_load)
-        others, verify = self.broadcast(asked)  # type: ignore[attr-defined]
+        choices = ([str(path) for path in self.fallback_checkpoints], self.verify_on_load)
+        others, verify = self.broadcast(choices)  # type: ignore[attr-defined]
         path, damaged = sound_checkpoint(checkpoint_path, [Path(other) for other in others], Ranks(), verify)
         self.fallback_checkpoints, self.damaged_checkpoints, self.loaded_checkpoint = (), damaged, path
         if damaged and dist.get_rank() == 0:

@@ -175,8 +175,8 @@ def _facts(run: RunFiles) -> dict[str, str]:
     losses = {name: run.metrics[name].last for name in ("train_loss", "val_loss") if name in run.metrics}
     if final := [f"{name} {_number(last[1])}" for name, last in losses.items() if last]:
         facts["final losses"] = ", ".join(final)
-    if asked := _asked(run)[1:]:
-        step, prompt, _, got = asked[-1]
+    if samples := _sample_rows(run)[1:]:
+        step, prompt, _, got = samples[-1]
         facts[f"sample at step {step}"] = f"{prompt[-_MOST_SHOWN:]} → {got[:_MOST_SHOWN]}"
     if audit:
         copies = audit["replicate_degree"]
@@ -228,12 +228,12 @@ def _checkpoints(run: RunFiles) -> str:
 
 
 def _samples(run: RunFiles) -> str:
-    head, *asked = _asked(run) or [[]]
-    shown = [row for row in asked if row[0] in (asked[0][0], asked[-1][0])]
+    head, *rows = _sample_rows(run) or [[]]
+    shown = [row for row in rows if row[0] in (rows[0][0], rows[-1][0])]
     return _table("Samples, first and last generation", head, shown, look="long")
 
 
-def _asked(run: RunFiles) -> list[list[str]]:
+def _sample_rows(run: RunFiles) -> list[list[str]]:
     path = run.folder / "samples.csv"
     with path.open(newline="", encoding="utf-8") if path.is_file() else io.StringIO() as file:
         return [row for row in csv.reader(file) if len(row) == 4]

@@ -93,6 +93,18 @@ def test_what_the_template_does_not_write_is_counted(capsys: Out, streams: str):
         assert (split["samples"], split["dropped"], split["unwritten"]) == counts
 
 
+def test_plain_text_without_the_chat_template_is_counted_and_said(capsys: Out):
+    plain, messages = {"prompt": "2 + 2?", "completion": " 4"}, {"completion": [{"role": "assistant", "content": "4"}]}
+    messages["prompt"] = [{"role": "user", "content": "2 + 2?"}]
+    for rows, count in (([plain, messages, plain], 2), ([messages], None)):
+        Path("t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        assert inspect("--data.train", "t.jsonl", "--json") == 0
+        assert json.loads(capsys.readouterr().out)["data"]["splits"]["train"]["plain_text"] == count
+        assert inspect("--data.train", "t.jsonl") == 0
+        shown = " ".join(capsys.readouterr().out.split())
+        assert ("plain text get no chat template; write them as messages" in shown) == bool(count)
+
+
 def test_a_wrong_command_line():
     train = write("t.jsonl", ("u:a", "a:b"))
     for words, field in (

@@ -212,6 +212,10 @@ def test_nothing_fits(capsys: pytest.CaptureFixture[str]):
     out = capsys.readouterr().out
     assert re.search(r"micro-batch 8 fits into 24 GiB .*; largest micro-batch that fits: \d+\n", out), out
     assert "add --search for all choices" in out
+    assert run_plan(["--config", str(small), "--memory", "3"]) == 0
+    assert re.search(
+        r"recommended: .*cpu_offload, micro-batch 4, \d+ GiB of host memory per node\n", capsys.readouterr().out
+    )
     assert run_plan(["--config", str(small), "--memory", "1", "--savings"]) == 0
     assert "; it does not fit into 1 GiB" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="fix:     write --memory 24"):
