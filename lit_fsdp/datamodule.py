@@ -47,7 +47,7 @@ class CausalLMDataModule(LightningDataModule):
 
     @takes_fields(DataConfig)
     def __init__(self, **kwargs: Any) -> None:
-        super().__init__()
+        self._init_bases()
         kwargs = vars(build(DataConfig, kwargs, "data"))
         self.config = DataConfig(**kwargs)  # jsonargparse finds the recipe's arguments here
         self.prepare_data_per_node = True
@@ -59,6 +59,11 @@ class CausalLMDataModule(LightningDataModule):
         self._stream: StreamLoader | None = None
         self._streams_train = False
         self._position: dict[str, Any] | None = None
+
+    def _init_bases(self) -> None:
+        # Not in __init__: save_hyperparameters() of a base class after this one would look up every argument of the
+        # signature in that frame.
+        super().__init__()
 
     def attach(self, tokenizer: PreTrainedTokenizerBase, seed: int, is_preference: bool | None = None) -> None:
         """Set the model's tokenizer, the run's seed, and whether rows should be pairs of completions (None: any)."""

@@ -85,7 +85,7 @@ class CausalLMModule(LightningModule):
 
     @takes_fields(ModelConfig)
     def __init__(self, *names: Any, **kwargs: Any) -> None:
-        super().__init__()
+        self._init_bases()
         require(not names, "CausalLMModule", ", ".join(map(repr, names)), "arguments by name", "write name=...")
         kwargs = vars(build(ModelConfig, kwargs, "model"))
         self.config = ModelConfig(**kwargs)  # jsonargparse finds the allowed arguments through this call
@@ -106,6 +106,11 @@ class CausalLMModule(LightningModule):
         self._eval_metrics: Any = SumMetric(3, eval_means)
         self._sets: list[tuple[str, int]] = []
         self._set_metrics: dict[str, Any] = {}
+
+    def _init_bases(self) -> None:
+        # Not in __init__: save_hyperparameters() of a base class after this one would look up every argument of the
+        # signature in that frame.
+        super().__init__()
 
     @functools.cached_property
     def source(self) -> ModelSource:

@@ -169,8 +169,8 @@ def run_plan(argv: Sequence[str]) -> int:
             lines += [text.format(one["choice"], one["peak"] / 2**30, one["host"] / 2**30) for one in too_large]
     if best is not None:
         changes = "".join(f"\n  {flag}" for flag in search.flags_of(best["changes"])) or " (same as the recipe)"
-        host = f", {best['host'] / 2**30:.0f} GiB of host memory per node" if "cpu_offload" in best["choice"] else ""
-        lines.append(f"recommended: {best['choice']}, micro-batch {best['micro_batch_size']}{host}{changes}")
+        needs = f", {best['host'] / 2**30:.0f} GiB of host memory per node" if "cpu_offload" in best["choice"] else ""
+        lines.append(f"recommended: {best['choice']}, micro-batch {best['micro_batch_size']}{needs}{changes}")
         if not options.search:
             lines.append("add --search for all choices, their host memory, and adapters (LoRA, QLoRA)")
     elif gib is not None:

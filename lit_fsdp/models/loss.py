@@ -235,13 +235,13 @@ def token_losses(
         out = model(**inputs)
         _, nll_N, correct_N = _scores(_wide(out.logits.flatten(0, 1)[positions_N]), targets_N)
         return nll_N, nll_N.detach(), correct_N, _router_loss(model, out, context_of(batch), num_tokens)
-    head = _head_of(owner)
-    own_forward = head.forward
+    head, context = _head_of(owner), context_of(batch)
+    own_forward, degree = head.forward, 1 if context is None else context.degree
     found: list[Sequence[torch.Tensor]] = []
 
     def loss_forward(hidden_BTD: torch.Tensor) -> torch.Tensor:
         hidden_ND = hidden_BTD.flatten(0, 1).index_select(0, positions_N)
-        rows = plan.chunk_tokens or chunk_rows(owner.config.get_text_config().vocab_size, hidden_ND.shape[1])
+        rows = plan.chunk_tokens or chunk_rows(owner.config.get_text_config().vocab_size, hidden_ND.shape[1], degree)
         trained = _trained(head)
         if not torch.is_grad_enabled() or not (hidden_ND.requires_grad or trained) or each:
             found.append(_loss_of_each(own_forward, hidden_ND, targets_N, plan, rows))
@@ -259,7 +259,7 @@ def token_losses(
     if len(found) != 1:
         raise RuntimeError(f"{type(model).__name__} called its head {len(found)} times instead of once")
     loss, nll_N, correct_N = found[0]
-    return loss.flatten(), nll_N, correct_N, _router_loss(model, out, context_of(batch), num_tokens)
+    return loss.flatten(), nll_N, correct_N, _router_loss(model, out, context, num_tokens)
 
 
 def _needs_mask(owner: Any) -> bool:
@@ -305,12 +305,13 @@ def balance_of(owner: Any) -> Callable[..., Any] | None:
     return found if hasattr(owner, "num_experts") and hasattr(owner, "num_experts_per_tok") else None
 
 
-def chunk_rows(vocab_size: int, width: int) -> int:
+def chunk_rows(vocab_size: int, width: int, degree: int = 1) -> int:
     """Default tokens per chunk: :data:`CHUNK_BYTES` of fp32 logits, or a quarter of the head's fp32 gradient.
 
-    The larger of both applies: every chunk adds to that gradient, which is slow with many small chunks.
+    The larger of both applies: every chunk adds to that gradient, which is slow with many small chunks. Ranks that
+    share rows (``degree``) divide the chunk as they divide all other activations.
     """
-    return max(1, CHUNK_BYTES // (4 * vocab_size), width // 4)
+    return max(1, max(CHUNK_BYTES // (4 * vocab_size), width // 4) // degree)
 
 
 def _step_of(hidden: torch.Tensor) -> int:

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
+from lit_fsdp.datamodule import CausalLMDataModule
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.module import CausalLMModule
+from lit_fsdp.preference import PreferenceModule
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*LeafSpec.* is deprecated:FutureWarning",  # Lightning's own use of torch's pytree
@@ -199,3 +201,20 @@ def test_hooks_that_move_batches_are_left_to_data_modules():
 def test_arguments_have_names():
     with pytest.raises(ConfigError, match=r"CausalLMModule: got 'gpt2'(?s:.*)write name="):
         CausalLMModule("gpt2")
+
+
+@pytest.mark.parametrize("ours", [CausalLMModule, PreferenceModule, CausalLMDataModule])
+def test_a_base_class_behind_ours_saves_its_hyperparameters(ours):
+    """Lightning looks up the arguments of every class in front of it in the frames of their ``__init__``."""
+    kind = LightningDataModule if ours is CausalLMDataModule else LightningModule
+
+    class Named(kind):
+        def __init__(self, label: str = "b") -> None:
+            super().__init__()
+            self.save_hyperparameters()
+
+    class Mine(ours, Named):
+        pass
+
+    arguments = {"train": "rows.jsonl"} if ours is CausalLMDataModule else {"name": "gpt2"}
+    assert dict(Mine(**arguments).hparams) == {"label": "b"}
