@@ -173,9 +173,9 @@ def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 _QUERIES = 1024  # per chunk, where earlier keys exist
-# On a CPU the backward pass of torch's kernel is slower in bf16 than in fp32 up to about this many tokens (torch 2.15:
-# 2.5 times as slow at 128 tokens, equal at 600 to 1,000).
-_SHORT = 1024
+# On a CPU the backward pass of torch's kernel is slower in bf16 than in fp32 up to about so many tokens times the head
+# size (torch 2.15, heads of 64: 2.5 times as slow at 128 tokens, equal at 600 to 1,000; of 128: equal at 300 to 400).
+_SHORT = 48 * 1024
 # Samples are padded to a multiple of this: oneDNN compiles bf16 kernels per shape and keeps them, on a CPU with AMX
 # 18 ms and 7 MB for each new length (torch 2.15).
 _STEP = 64
@@ -192,7 +192,7 @@ def _banded(tensors: Sequence[torch.Tensor], window: int | None, options: dict[s
         is_narrow = is_on_cpu and query.dtype in (torch.bfloat16, torch.float16)
         if not is_narrow or options["dropout_p"] or query.shape[-1] != value.shape[-1]:
             return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped, **options)
-        if num_keys <= _SHORT:
+        if num_keys * query.shape[-1] <= _SHORT:
             short: torch.Tensor = _Short.apply(query, key, value, options["scale"])
             return short
         query, key, value = (_up_to_step(x) for x in (query, key, value))

@@ -222,7 +222,7 @@ def test_bf16_on_a_cpu_has_fp32_gradients_and_few_lengths(dtype, monkeypatch):
     monkeypatch.setattr(attention, "_flash", watched(flash))
     monkeypatch.setattr(attention.F, "scaled_dot_product_attention", watched(sdpa))
     lengths = [1, 70, 200, 1100]
-    tensors = [torch.randn(1, heads, sum(lengths), 16, dtype=torch.bfloat16) for heads in (4, 2, 2)]
+    tensors = [torch.randn(1, heads, sum(lengths), 64, dtype=torch.bfloat16) for heads in (4, 2, 2)]
     given = [x.to(dtype).requires_grad_() for x in tensors]
     with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):
         out, _ = AttentionInterface()["sdpa_by_sample"](torch.nn.Module(), *given, None, sample_lengths=lengths)
