@@ -26,7 +26,7 @@ from lit_fsdp.data.masks import Encoded, Span, SpanEncoder, added_tokens, sample
 from lit_fsdp.data.turns import AssistantTurns, Found, Unwritten, supervised_turns
 from lit_fsdp.errors import ConfigError, DataError, require
 
-_VERSION = 8
+_VERSION = 7
 """Incremented when a change here or below alters the tokens or masks of the same rows."""
 CUT, TOO_LONG = "cut before the assistant's turn", "longer than max_seq_length"
 EMPTY, NOTHING_LEFT = "empty", "without a supervised token"
@@ -223,7 +223,8 @@ class RowEncoder:
             chosen, rejected = self._cut(one, names[i], other), self._cut(other, names[i + 1], one)
             is_cut, dropped = max(chosen.truncated, rejected.truncated), chosen.dropped or rejected.dropped
             samples = [] if dropped else chosen.samples + rejected.samples
-            found.append(EncodedRow(samples, 0 if dropped else is_cut, dropped, unwritten or more))
+            plain = is_plain(sides[i])
+            found.append(EncodedRow(samples, 0 if dropped else is_cut, dropped, unwritten or more, plain))
         return found
 
     def _closed(self, ids: list[int], mask: np.ndarray, is_document: bool) -> Encoded:

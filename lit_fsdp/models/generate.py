@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    TextStreamer,
+)
+from transformers.utils.quantization_config import Mxfp4Config
 
 from lit_fsdp.errors import require
 from lit_fsdp.host import cpu_has_bf16
 from lit_fsdp.models.base import base_of_folder, find_base
 from lit_fsdp.models.build import vocabulary_tensors
-from lit_fsdp.models.experts import fused_experts, prepare_experts
-from lit_fsdp.models.lora import is_adapter, load_adapter_folder
+from lit_fsdp.models.experts import fused_experts
+from lit_fsdp.models.lora import load_adapter_folder
 from lit_fsdp.models.preference import evaluating
-from lit_fsdp.models.quantize import as_loaded, pack, pack_experts
+from lit_fsdp.models.quantize import as_loaded, linear_layers, rounded
 from lit_fsdp.models.tokenizers import end_of_turn_id, pad_id, read_tokenizer
 from lit_fsdp.models.weights import headers_of
 
@@ -65,28 +73,32 @@ def _loaded(folder: str, base: str | None) -> tuple[Any, PreTrainedTokenizerBase
         weights = source.weights_folder
         options |= {"config": source.hf_config} if saved.get("config_overrides") else {}
         require(weights, "--base", base or saved["name"], "a model with weights", "name its location with --base")
-        if saved.get("quantize"):
-            options["quantization_config"] = as_loaded(dtype, saved["double_quantization"])
+        packed = PretrainedConfig.get_config_dict(weights)[0].get("quantization_config") or {}
+        is_mxfp4 = packed.get("quant_method") == "mxfp4"
+        if is_mxfp4:  # transformers quantizes nothing else beside it
+            source.hf_config.quantization_config = packed
+            options |= {"config": source.hf_config, "quantization_config": Mxfp4Config(dequantize=True)}
+        elif saved.get("quantize"):
+            trained = json.loads((place / "adapter_config.json").read_bytes()).get("modules_to_save") or []
+            options["quantization_config"] = as_loaded(dtype, saved["double_quantization"], trained, source.hf_config)
     model: Any = AutoModelForCausalLM.from_pretrained(weights, **options)
     if is_adapter:
+        if saved.get("quantize"):
+            _round(model, saved["double_quantization"], with_linears=is_mxfp4)
         brought, names = headers_of([place / "adapter_model.safetensors"]), tuple(vocabulary_tensors(model))
         rows = max((one.shape[0] for one in brought.values() if one.name.endswith(names)), default=0)
         if rows > model.get_input_embeddings().num_embeddings:  # rows of added tokens
             model.resize_token_embeddings(rows, mean_resizing=False)
         model = load_adapter_folder(model, place)
-        if saved.get("quantize"):
-            _pack_experts(model, saved["double_quantization"])
     return model.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer
 
 
-def _pack_experts(model: nn.Module, double_quantization: bool) -> None:
-    """Quantize fused experts as for training; transformers quantizes only linear layers."""
-    for name, param in fused_experts(model).items():
-        if not is_adapter(name):
-            pack_experts({name: model.get_submodule(name.rpartition(".")[0])}, double_quantization)
-            layer, read = model.get_submodule(name), param.data.__getitem__
-            layer.weight = nn.Parameter(pack(read, layer, param.device, by_rows=True), requires_grad=False)
-    prepare_experts(model)
+@torch.no_grad()
+def _round(model: Any, double_quantization: bool, with_linears: bool) -> None:
+    """Round what training quantizes and transformers does not, in place: experts and, on request, linear layers."""
+    linears = [layer.weight for layer in linear_layers(model).values()] if with_linears else []
+    for weight in [*linears, *fused_experts(model).values()]:
+        weight.copy_(rounded(weight, double_quantization))
 
 
 def answer_batch(

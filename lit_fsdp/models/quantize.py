@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import BitsAndBytesConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
 
 from lit_fsdp.errors import ConfigError, require
 
@@ -110,17 +110,29 @@ def pack(read: Callable[[slice], torch.Tensor], layer: Any, device: torch.device
 
 
 def rounded(weight: torch.Tensor, double_quantization: bool) -> torch.Tensor:
-    """Round ``weight`` (on the CPU) to the values that a quantized layer uses, in the same dtype."""
-    return _bitsandbytes().functional.dequantize_4bit(*_quantized(weight, double_quantization))
+    """Round ``weight`` to the values that a quantized layer, or fused experts (3-D), use, in the same dtype."""
+    if weight.ndim < 3:
+        return _bitsandbytes().functional.dequantize_4bit(*_quantized(weight, double_quantization))
+    experts = PackedExperts(weight.shape, double_quantization)
+    packed = pack(weight.__getitem__, experts, weight.device, by_rows=True)
+    experts.weight = nn.Parameter(packed, requires_grad=False)
+    return experts.unpacked(weight.dtype)
 
 
 def _quantized(weight: torch.Tensor, double: bool) -> Any:
     return _bitsandbytes().functional.quantize_4bit(weight, blocksize=_BLOCK, compress_statistics=double, **_NF4)
 
 
-def as_loaded(compute_dtype: torch.dtype, double_quantization: bool) -> BitsAndBytesConfig:
-    """The config with which ``from_pretrained`` builds the same layers from the same weights."""
-    kind = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": double_quantization}
+def as_loaded(
+    compute_dtype: torch.dtype, double_quantization: bool, keep: Collection[str], hf_config: PretrainedConfig
+) -> BitsAndBytesConfig:
+    """The config with which ``from_pretrained`` builds the same layers as :func:`apply_nf4` from the same weights."""
+    kind: dict[str, Any] = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": double_quantization}
+    if keep:  # names replace transformers' default, which is the head
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(hf_config)
+        head = model.get_output_embeddings()
+        kind["llm_int8_skip_modules"] = [*keep, *(name for name, module in model.named_modules() if module is head)]
     return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=compute_dtype, **kind)
 
 

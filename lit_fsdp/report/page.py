@@ -248,6 +248,7 @@ def _data_and_model(run: RunFiles) -> list[str]:
         rows = zip(*(map(str, column.cells) for column in table.columns), strict=True)
         title = str(table.title or "Dtypes, as read back")
         found.append(_table(title, [str(column.header) for column in table.columns], rows))
+        found += [f"<p>{_text(table.caption)}</p>"] if table.caption else []
     return found
 
 

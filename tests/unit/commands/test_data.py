@@ -11,6 +11,7 @@ from lit_fsdp import CausalLMDataModule, commands
 from lit_fsdp.data import cache
 from lit_fsdp.errors import ConfigError, DataError
 from lit_fsdp.models.tokenizers import miniature_tokenizer
+from lit_fsdp.report.data import data_table
 from tests.unit.data.conversations import NEMO, say
 
 Out = pytest.CaptureFixture[str]
@@ -96,10 +97,13 @@ def test_what_the_template_does_not_write_is_counted(capsys: Out, streams: str):
 def test_plain_text_without_the_chat_template_is_counted_and_said(capsys: Out):
     plain, messages = {"prompt": "2 + 2?", "completion": " 4"}, {"completion": [{"role": "assistant", "content": "4"}]}
     messages["prompt"] = [{"role": "user", "content": "2 + 2?"}]
-    for rows, count in (([plain, messages, plain], 2), ([messages], None)):
+    pair = {"prompt": "2 + 2?", "chosen": " 4", "rejected": " 5"}
+    for rows, count in (([plain, messages, plain], 2), ([messages], None), ([pair], 1)):
         Path("t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         assert inspect("--data.train", "t.jsonl", "--json") == 0
-        assert json.loads(capsys.readouterr().out)["data"]["splits"]["train"]["plain_text"] == count
+        record = json.loads(capsys.readouterr().out)["data"]
+        assert record["splits"]["train"].pop("plain_text") == count
+        assert data_table(record).caption is None  # as older runs have written it
         assert inspect("--data.train", "t.jsonl") == 0
         shown = " ".join(capsys.readouterr().out.split())
         assert ("plain text get no chat template; write them as messages" in shown) == bool(count)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from lit_fsdp.config.model import ModelConfig
 from lit_fsdp.models.build import build_on_meta
@@ -48,6 +51,31 @@ def tiny() -> Callable[..., PretrainedConfig]:
 
 def tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return dict([*model.named_parameters(), *model.named_buffers()])
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> None:
+    """Change the tensors in the one file of a model folder."""
+    file = folder / "model.safetensors"
+    save_file(change(load_file(file)), file, metadata={"format": "pt"})
+
+
+def to_mxfp4(folder: Path) -> dict[str, torch.Tensor]:
+    """Replace the experts of GPT-OSS in a folder by others in MXFP4; returns what transformers unpacks them to."""
+    config, packed = json.loads((folder / "config.json").read_text()), {}
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (folder / "config.json").write_text(json.dumps(config))
+
+    def pack(stored: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        for name in [name for name in stored if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+            experts, inputs, outputs = stored.pop(name).shape
+            blocks = torch.randint(256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
+            exponents = torch.randint(110, 135, blocks.shape[:3], dtype=torch.uint8)
+            packed[name] = convert_moe_packed_tensors(blocks, exponents)
+            stored |= {f"{name}_blocks": blocks, f"{name}_scales": exponents}
+        return stored
+
+    rewrite(folder, pack)
+    return packed
 
 
 @pytest.fixture

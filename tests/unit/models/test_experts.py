@@ -67,10 +67,11 @@ def test_experts_are_packed_one_by_one_into_the_bits_of_the_whole(shape, most, i
     assert (max(read), sum(read)) == (most, len(weight))
 
 
-def test_tokens_of_an_expert_are_whole_blocks_in_bf16(monkeypatch):
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])  # the second with biases
+def test_tokens_of_an_expert_are_whole_blocks_in_bf16(family, monkeypatch):
     """Or oneDNN builds, and keeps, a kernel for every number of tokens; experts without tokens stay empty."""
     torch.manual_seed(0)
-    model: Any = AutoModelForCausalLM.from_config(tiny("qwen3_moe"))
+    model: Any = AutoModelForCausalLM.from_config(tiny(family))
     experts = model.model.layers[0].mlp.experts
     for param in experts.parameters():
         torch.nn.init.normal_(param, std=0.1)

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import json
+
+import peft
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from lit_fsdp.models.generate import answer_batch
+from lit_fsdp.config.model import LoraConfig, ModelConfig
+from lit_fsdp.models.base import BaseWeights, describe_base, find_base
+from lit_fsdp.models.generate import Chat, answer_batch
+from lit_fsdp.models.lora import base_name
+from lit_fsdp.models.resolve import resolve_model
 from lit_fsdp.models.tokenizers import miniature_tokenizer
+from tests.unit.models.conftest import to_mxfp4
 
 
 @pytest.fixture
@@ -38,3 +47,47 @@ def test_settings_of_the_model_itself_are_not_used(ask):
     assert answer(12) == plain
     assert model.generation_config is own
     assert model.training
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # peft 0.21 on transformers 5.24
+@pytest.mark.parametrize("lora", [LoraConfig(), LoraConfig(quantize="nf4"), LoraConfig(quantize="nf4", r=2)])
+@pytest.mark.parametrize("overrides", [None, {"router_aux_loss_coef": 0.5}])
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])
+def test_adapters_answer_with_the_base_that_they_were_trained_on(saved, monkeypatch, tmp_path, family, overrides, lora):
+    """Also one in MXFP4, and one of which transformers quantizes only the linear layers. With r: 2 one is trained."""
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")  # computes in fp32 on every CPU
+    monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: False)  # whose kernel wants widths of n * 32
+    tokenizer, keep = miniature_tokenizer(), ["o_proj"] if lora.r == 2 else None
+    folder = saved(family, config={"vocab_size": len(tokenizer), "intermediate_size": 64})
+    if family == "gpt_oss":
+        to_mxfp4(folder)
+    tokenizer.save_pretrained(folder)
+    adapted = peft.get_peft_model(
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
+        peft.LoraConfig(target_modules=["q_proj"], modules_to_save=keep, task_type="CAUSAL_LM"),
+    )
+    adapted.save_pretrained(tmp_path / "adapter")
+    tokenizer.save_pretrained(tmp_path / "adapter")
+    config = ModelConfig(name=str(folder), lora=lora, config_overrides=overrides)
+    trained_on = describe_base(resolve_model(config), config, 0)
+    file = tmp_path / "adapter/adapter_model.safetensors"
+    save_file(load_file(file), file, {"format": "pt", "base": json.dumps(trained_on)})
+    chat = Chat(str(tmp_path / "adapter"))
+    base = BaseWeights(find_base(trained_on, tmp_path), trained_on, False)
+    compared = {}
+    for name, layer in chat.model.base_model.model.named_modules():
+        for own, param in layer.named_parameters(name, recurse=False):
+            if "lora_" in own or ".modules_to_save." in own:
+                continue
+            dense = layer.forward(torch.eye(layer.in_features)).T if param.shape[-1] == 1 else param
+            bias = getattr(layer, "bias", None)
+            dense = dense - bias[:, None] if param.shape[-1] == 1 and bias is not None else dense
+            compared[base_name(own)] = (dense, base.read(base_name(own)).float())
+    assert base.specs.keys() - compared.keys() <= {"lm_head.weight"}
+    for name, (found, wanted) in compared.items():
+        if not (keep and "o_proj" in name):
+            assert float((found - wanted).norm() / wanted.norm().clamp(min=1e-6)) < 0.01, name
+    if keep:
+        assert {
+            type(layer) for name, layer in chat.model.named_modules() if name.endswith("o_proj.original_module")
+        } == {torch.nn.Linear}

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import logging
 
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from lit_fsdp.config.model import ModelConfig
 from lit_fsdp.errors import CheckpointError, ConfigError
@@ -18,12 +16,8 @@ from lit_fsdp.models import tensor_files
 from lit_fsdp.models.build import build_on_meta
 from lit_fsdp.models.resolve import resolve_model
 from lit_fsdp.models.weights import ModelSource, headers_of, open_weights
-from tests.unit.models.conftest import fill, opened, tensors
-
-
-def _rewrite(folder, change):
-    file = folder / "model.safetensors"
-    save_file(change(load_file(file)), file, metadata={"format": "pt"})
+from tests.unit.models.conftest import fill, opened, tensors, to_mxfp4
+from tests.unit.models.conftest import rewrite as _rewrite
 
 
 def test_files_as_they_are_found(saved):
@@ -46,26 +40,8 @@ def test_files_as_they_are_found(saved):
 
 def test_experts_in_mxfp4_are_unpacked_as_they_are_read(saved):
     """To the numbers of transformers, and a rank's experts alone; GPT-OSS is published so."""
-    folder, packed = saved("gpt_oss", config={"intermediate_size": 64}), {}
-    (folder / "config.json").write_text(
-        json.dumps(
-            {
-                **json.loads((folder / "config.json").read_text()),
-                "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
-            }
-        )
-    )
-
-    def pack(stored):
-        for name in [name for name in stored if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
-            experts, inputs, outputs = stored.pop(name).shape
-            blocks = torch.randint(256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
-            exponents = torch.randint(110, 135, blocks.shape[:3], dtype=torch.uint8)
-            packed[name] = convert_moe_packed_tensors(blocks, exponents)
-            stored |= {f"{name}_blocks": blocks, f"{name}_scales": exponents}
-        return stored
-
-    _rewrite(folder, pack)
+    folder = saved("gpt_oss", config={"intermediate_size": 64})
+    packed = to_mxfp4(folder)
     source, weights, model = opened(folder)
     assert (source.weights_folder, len(packed)) == (folder, 4)
     for name, whole in packed.items():
