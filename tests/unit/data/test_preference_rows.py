@@ -36,7 +36,7 @@ def test_masks_of_both_completions_written_out():
     row = {"prompt": "ab", "chosen": "cd", "rejected": "efghij"}
     found = _encode(row, "preference", max_seq_length=6)
     assert (found.truncated, [len(sample.input_ids) for sample in found.samples]) == (True, [6, 6])
-    assert _encode(row, "preference", max_seq_length=3) == EncodedRow([], 0, (CUT,))
+    assert _encode(row, "preference", max_seq_length=3) == EncodedRow([], 0, (CUT,), is_plain=True)
 
 
 def test_both_sides_are_cut_behind_the_same_tokens():
