@@ -72,7 +72,9 @@ def _loaded(folder: str, base: str | None) -> tuple[Any, PreTrainedTokenizerBase
         source = find_base(saved, place, base)
         weights = source.weights_folder
         options |= {"config": source.hf_config} if saved.get("config_overrides") else {}
-        require(weights, "--base", base or saved["name"], "a model with weights", "name its location with --base")
+        given = f"{base or saved['name']}, whose weights were initialized randomly"
+        fix = "write lit-fsdp export --merge, and name that folder"
+        require(weights, "--base", given, "a model with weights in files", fix)
         packed = PretrainedConfig.get_config_dict(weights)[0].get("quantization_config") or {}
         is_mxfp4 = packed.get("quant_method") == "mxfp4"
         if is_mxfp4:  # transformers quantizes nothing else beside it

@@ -73,21 +73,28 @@ def print_samples(console: Console, tokenizer: Any, name: str, samples: Sequence
 def data_table(record: Mapping[str, Any]) -> Table:
     """Format the result of :func:`lit_fsdp.data.packing.describe_data`, one column per split."""
     packing = "packed" if record["packing"] else f"padded, {record['micro_batch_size']} to a micro-batch"
+    splits = list(record["splits"].values())
+    is_plain = bool(splits) and all(split.get("plain_text") == split["rows_read"] for split in splits)
+    template, loss_on = "no" if is_plain else record["template"], record["loss_on"]
+    if is_plain and loss_on != "every token":
+        loss_on = "completions"
     title = (
-        f"Data: {record['template']} chat template, loss on {record['loss_on']}, "
+        f"Data: {template} chat template, loss on {loss_on}, "
         f"samples of at most {record['max_seq_length']:,} tokens, {packing}"
     )
     table = Table("", title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     for name in record["splits"]:
         table.add_column(name, justify="right", overflow="fold")
-    splits = list(record["splits"].values())
     for label in splits[0] if splits else ():
         cells = [visible(_cell(split[label])) for split in splits]
         if any(cells):
             table.add_row(label.replace("_", " "), *(Text(cell or "-") for cell in cells))
     if record["template"] != "no" and any(split.get("plain_text") for split in splits):
         table.caption_justify = "left"
-        table.caption = "prompts and completions in plain text get no chat template; write them as messages to get it"
+        table.caption = (
+            "prompts and completions in plain text get no chat template; to get it, write them as messages, or set "
+            "data.columns: {instruction: prompt, output: completion}"
+        )
     return table
 
 

@@ -106,7 +106,19 @@ def test_plain_text_without_the_chat_template_is_counted_and_said(capsys: Out):
         assert data_table(record).caption is None  # as older runs have written it
         assert inspect("--data.train", "t.jsonl") == 0
         shown = " ".join(capsys.readouterr().out.split())
-        assert ("plain text get no chat template; write them as messages" in shown) == bool(count)
+        assert ("plain text get no chat template; to get it, write them as messages" in shown) == bool(count)
+
+
+def test_generated_rows_keep_their_own_columns_and_format(capsys: Out):
+    """As with the fragment debug/smoke, whose test rows are generated."""
+    Path("qa.jsonl").write_text(json.dumps({"question": "2 + 2?", "answer": "4"}) + "\n")
+    columns = '{"instruction": "question", "output": "answer"}'
+    words = ["--data.train", "qa.jsonl", "--data.columns", columns, "--data.format", "instruction", "--json"]
+    for split, source in (("train", "qa.jsonl"), ("test", "generated:4")):
+        assert inspect(*words, "--data.test", "generated:4", "--split", split) == 0
+        assert [one["name"] for one in json.loads(capsys.readouterr().out)["data"]["splits"][split]["sources"]] == [
+            source
+        ]
 
 
 def test_a_wrong_command_line():

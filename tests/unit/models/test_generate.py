@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from lit_fsdp.config.model import LoraConfig, ModelConfig
+from lit_fsdp.errors import ConfigError
 from lit_fsdp.models.base import BaseWeights, describe_base, find_base
 from lit_fsdp.models.generate import Chat, answer_batch
 from lit_fsdp.models.lora import base_name
@@ -91,3 +92,13 @@ def test_adapters_answer_with_the_base_that_they_were_trained_on(saved, monkeypa
         assert {
             type(layer) for name, layer in chat.model.named_modules() if name.endswith("o_proj.original_module")
         } == {torch.nn.Linear}
+
+
+def test_an_adapter_on_random_weights_says_how_to_ask_it(tmp_path):
+    config = ModelConfig(name="meta-llama/Llama-3.2-1B", miniature=True, lora=LoraConfig())
+    base = {"format": "pt", "base": json.dumps(describe_base(resolve_model(config), config, 0))}
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": config.name}))
+    save_file({"lora_A.weight": torch.zeros(1)}, tmp_path / "adapter_model.safetensors", base)
+    miniature_tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"initialized randomly(?s:.*)export --merge, and name that folder"):
+        Chat(str(tmp_path))
