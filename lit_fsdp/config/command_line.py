@@ -10,14 +10,15 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 
 from lit_fsdp.config.data import DataConfig
 from lit_fsdp.config.locations import expanded, shipped_file
 from lit_fsdp.config.model import ModelConfig, PreferenceModelConfig
-from lit_fsdp.config.run import FACTORY
+from lit_fsdp.config.run import FACTORY, STRATEGY
+from lit_fsdp.config.strategy import Sharding
 from lit_fsdp.config.words import section_fix, underscored
 from lit_fsdp.config.yaml_files import load_yaml, own_optim, read_yaml
 from lit_fsdp.errors import ConfigError, require
@@ -33,6 +34,8 @@ _WRITES_TO_FOLDER = ("CSVLogger", "TensorBoardLogger")
 """Lightning's loggers whose ``save_dir`` has no default."""
 RUN_FOLDER = "{run folder}"
 """Placeholder for the ``save_dir`` of such a logger, replaced when it is built."""
+_ENGINES = ("fsdp2", "fsdp1", "single")
+"""Engines that are not strategies of Lightning too."""
 OWN_SECTIONS = {"model": ModelConfig, "data": DataConfig}
 
 
@@ -55,7 +58,12 @@ class CommandLine:
         named = [(name, short_form(content.get(name))[0]) for content in self.contents for name in OWN_CLASSES]
         trainers = [content.get("trainer") for content in self.contents]
         named += [("trainer.strategy", short_form(one.get("strategy"))[0]) for one in trainers if isinstance(one, dict)]
-        return {str(name): path for name, path in (*named, *(found[:2] for found in self._sections())) if path}
+        found = {str(name): path for name, path in (*named, *(one[:2] for one in self._sections())) if path}
+        word = str(found.get("trainer.strategy", "")).lower()
+        key = "sharding" if word in get_args(Sharding) else "engine" if word in _ENGINES else None
+        given, allowed = found.get("trainer.strategy"), "a class, or a name that Lightning knows, such as ddp"
+        require(key is None, "trainer.strategy", given, allowed, f"write --{STRATEGY}.{key} {word}")
+        return found
 
     @property
     def foreign(self) -> dict[str, str]:
