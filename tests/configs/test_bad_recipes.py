@@ -69,6 +69,10 @@ CASES = (
     ("--:.precision={mode: mixed, reduce_dtype: fp16}", ":.precision.reduce_dtype", "drop reduce_dtype"),
     ("--:.engine=single --trainer.devices=1 --:.precision={reduce_dtype: bf16}", ":.precision.reduce_dtype", ""),
     ("--trainer.strategy=FULL_SHARD", "trainer.strategy", "write --:.sharding full_shard"),
+    (
+        "trainer.precision",
+        "set only one: write --:.precision 16-mixed",
+    ),
     ("--trainer.strategy=fsdp2", "trainer.strategy", "write --:.engine fsdp2"),
     ("--trainer.max_steps=0", "trainer.max_steps", "set trainer.max_steps: 1000"),
     ("--trainer.max_steps=5", "model.optim.warmup_steps", "set warmup_steps: 0"),
@@ -112,7 +116,11 @@ CASES = (
     ("--samples.prompts=4", "samples.prompts", "set data.val or data.val_split"),
     ("--samples.prompts=asked.jsonl", "samples.prompts", "set data.val or data.val_split"),
     ("--samples.max_new_tokens=0", "samples.max_new_tokens", "write max_new_tokens: 64"),
-    ("--trainer.precision=32-true --:.precision=mixed", "trainer.precision", ""),
+    (
+        "--trainer.precision=32-true --:.precision=mixed",
+        "trainer.precision",
+        "set only one: write --:.precision 32-true",
+    ),
     ("--trainer.accumulate_grad_batches=3", "trainer.accumulate_grad_batches", ""),
 )
 
