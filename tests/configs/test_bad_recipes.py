@@ -69,10 +69,6 @@ CASES = (
     ("--:.precision={mode: mixed, reduce_dtype: fp16}", ":.precision.reduce_dtype", "drop reduce_dtype"),
     ("--:.engine=single --trainer.devices=1 --:.precision={reduce_dtype: bf16}", ":.precision.reduce_dtype", ""),
     ("--trainer.strategy=FULL_SHARD", "trainer.strategy", "write --:.sharding full_shard"),
-    (
-        "trainer.precision",
-        "set only one: write --:.precision 16-mixed",
-    ),
     ("--trainer.strategy=fsdp2", "trainer.strategy", "write --:.engine fsdp2"),
     ("--trainer.max_steps=0", "trainer.max_steps", "set trainer.max_steps: 1000"),
     ("--trainer.max_steps=5", "model.optim.warmup_steps", "set warmup_steps: 0"),
