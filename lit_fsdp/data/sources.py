@@ -146,10 +146,11 @@ def find_sources(sources: Sources, config: DataConfig | None = None, streaming: 
     for entry in check_sources("train", sources):
         files, hub = _found(entry)
         require(entry.revision is None or hub, "data", f"revision of {entry.source}", "a name on the hub")
-        is_generated = bool(files) and all(str(file).startswith(GENERATED) for file in files)
-        shared = DataConfig() if is_generated else config  # data.columns and so on describe the user's files
-        columns, form = shared.columns if entry.columns is None else entry.columns, entry.format or shared.format
-        turns = entry.turns or shared.turns
+        columns = config.columns if entry.columns is None else entry.columns
+        form, turns = entry.format or config.format, entry.turns or config.turns
+        if files and all(str(file).startswith(GENERATED) for file in files):
+            # data.columns and so on describe the user's files; generated rows are conversations, or pairs of them
+            columns, turns, form = entry.columns, entry.turns, form if entry.format or form == "preference" else "auto"
         found.append(Source(entry.source, tuple(files), hub, streaming, form, entry.weight, columns, turns))
     return found
 
