@@ -35,7 +35,7 @@ _WRITES_TO_FOLDER = ("CSVLogger", "TensorBoardLogger")
 RUN_FOLDER = "{run folder}"
 """Placeholder for the ``save_dir`` of such a logger, replaced when it is built."""
 _ENGINES = ("fsdp2", "fsdp1", "single")
-"""Engines that are not strategies of Lightning too."""
+"""Engines whose names are not also strategies of Lightning."""
 OWN_SECTIONS = {"model": ModelConfig, "data": DataConfig}
 
 
@@ -58,12 +58,7 @@ class CommandLine:
         named = [(name, short_form(content.get(name))[0]) for content in self.contents for name in OWN_CLASSES]
         trainers = [content.get("trainer") for content in self.contents]
         named += [("trainer.strategy", short_form(one.get("strategy"))[0]) for one in trainers if isinstance(one, dict)]
-        found = {str(name): path for name, path in (*named, *(one[:2] for one in self._sections())) if path}
-        word = str(found.get("trainer.strategy", "")).lower()
-        key = "sharding" if word in get_args(Sharding) else "engine" if word in _ENGINES else None
-        given, allowed = found.get("trainer.strategy"), "a class, or a name that Lightning knows, such as ddp"
-        require(key is None, "trainer.strategy", given, allowed, f"write --{STRATEGY}.{key} {word}")
-        return found
+        return {str(name): path for name, path in (*named, *(found[:2] for found in self._sections())) if path}
 
     @property
     def foreign(self) -> dict[str, str]:
@@ -210,6 +205,9 @@ def read_command_line(argv: Sequence[str]) -> CommandLine:
         if section in OWN_CLASSES and not (is_class and re.fullmatch(r"\w+(\.\w+)+", named)):
             fix = f"write {section_fix(section, named)}"
             raise ConfigError(section, named, "keys of the section, or the import path of a class", fix)
+        key = "sharding" if named.lower() in get_args(Sharding) else "engine" if named.lower() in _ENGINES else None
+        fix = f"write --{STRATEGY}.{key} {named.lower()}"
+        require(key is None, section, named, "a class, or a name that Lightning knows, such as ddp", fix)
     if line.allow_imports and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as python -m does
     return line

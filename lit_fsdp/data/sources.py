@@ -148,7 +148,7 @@ def find_sources(sources: Sources, config: DataConfig | None = None, streaming: 
         require(entry.revision is None or hub, "data", f"revision of {entry.source}", "a name on the hub")
         columns = config.columns if entry.columns is None else entry.columns
         form, turns = entry.format or config.format, entry.turns or config.turns
-        if files and all(str(file).startswith(GENERATED) for file in files):
+        if files and all(file.startswith(GENERATED) for file in files):
             # data.columns and so on describe the user's files; generated rows are conversations, or pairs of them
             columns, turns, form = entry.columns, entry.turns, form if entry.format or form == "preference" else "auto"
         found.append(Source(entry.source, tuple(files), hub, streaming, form, entry.weight, columns, turns))

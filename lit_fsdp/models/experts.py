@@ -23,7 +23,7 @@ from transformers.integrations import moe
 from lit_fsdp.models.expert_parallel import Dispatch, ExpertGroup, inverse, scaled_gradient
 from lit_fsdp.models.quantize import PackedExperts
 
-_FILLED = 64  # tokens of an expert in bf16 on a CPU are filled up to a multiple of this
+_PADDED_TO = 64  # on a CPU in bf16 the tokens of each expert are padded to a multiple of this
 _ALIGNED = 8  # bf16 values in 16 bytes; rows of a grouped product must be a multiple of 16 bytes
 
 
@@ -149,9 +149,9 @@ def _by_expert(
 
 
 class _Rows(torch.autograd.Function):
-    """Rows of a tensor, each of them ``times`` times, with a backward pass that gathers as well, from ``places``.
+    """Gather rows of a tensor, each of which occurs ``times`` times; the backward pass gathers from ``places``.
 
-    The one of indexing adds row after row, in the dtype of the gradient.
+    That of indexing scatters instead, and accumulates in the dtype of the gradient.
     """
 
     @staticmethod
@@ -166,15 +166,15 @@ class _Rows(torch.autograd.Function):
         return found if ctx.times == 1 else found.unflatten(0, (-1, ctx.times)).sum(1), None, None, None
 
 
-def _whole_blocks(expert_S: torch.Tensor, ends_E: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The place of each row, and the ends, after filling the rows of each expert up to a multiple of ``_FILLED``.
+def _padded(expert_S: torch.Tensor, ends_E: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The place of each row, and the ends, after padding the rows of each expert to a multiple of ``_PADDED_TO``.
 
     oneDNN builds, and keeps, a bf16 kernel for each new number of rows: 3 ms each, for every expert in every step.
     """
     counts_E = ends_E.diff(prepend=ends_E[:1] * 0)
-    filled_E = (counts_E + _FILLED - 1) // _FILLED * _FILLED
-    more_E = (filled_E - counts_E).cumsum(0) - (filled_E - counts_E)  # rows added before the first of each expert
-    return torch.arange(len(expert_S)) + more_E[expert_S], filled_E.cumsum(0).int()
+    more_E = -counts_E % _PADDED_TO
+    before_E = more_E.cumsum(0) - more_E  # rows added before those of each expert
+    return torch.arange(len(expert_S)) + before_E[expert_S], (counts_E + more_E).cumsum(0).int()
 
 
 def _own_factors(
@@ -198,7 +198,7 @@ def _products(
     place_S = None
     is_real = not (isinstance(x_SI, FakeTensor) or torch.compiler.is_compiling())  # sizes will depend on values
     if x_SI.device.type == "cpu" and x_SI.dtype == torch.bfloat16 and is_real:
-        place_S, ends_E = _whole_blocks(expert_S, ends_E)
+        place_S, ends_E = _padded(expert_S, ends_E)
         expert_S = torch.repeat_interleave(ends_E.diff(prepend=ends_E[:1] * 0))
         x_SI = x_SI.new_zeros(len(expert_S), x_SI.shape[1]).index_copy(0, place_S, x_SI)
 

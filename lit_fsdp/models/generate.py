@@ -21,7 +21,7 @@ from transformers.utils.quantization_config import Mxfp4Config
 from lit_fsdp.errors import require
 from lit_fsdp.host import cpu_has_bf16
 from lit_fsdp.models.base import base_of_folder, find_base
-from lit_fsdp.models.build import vocabulary_tensors
+from lit_fsdp.models.build import build_on_meta, vocabulary_modules, vocabulary_tensors
 from lit_fsdp.models.experts import fused_experts
 from lit_fsdp.models.lora import load_adapter_folder
 from lit_fsdp.models.preference import evaluating
@@ -82,7 +82,8 @@ def _loaded(folder: str, base: str | None) -> tuple[Any, PreTrainedTokenizerBase
             options |= {"config": source.hf_config, "quantization_config": Mxfp4Config(dequantize=True)}
         elif saved.get("quantize"):
             trained = json.loads((place / "adapter_config.json").read_bytes()).get("modules_to_save") or []
-            options["quantization_config"] = as_loaded(dtype, saved["double_quantization"], trained, source.hf_config)
+            keep = [*trained, *vocabulary_modules(build_on_meta(source.hf_config))]
+            options["quantization_config"] = as_loaded(dtype, saved["double_quantization"], keep)
     model: Any = AutoModelForCausalLM.from_pretrained(weights, **options)
     if is_adapter:
         if saved.get("quantize"):

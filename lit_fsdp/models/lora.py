@@ -64,8 +64,9 @@ class LoraWeights:
         if attribute == "weight" and hasattr(module, "quant_state"):
             owner, _, own = base_name(module_name).rpartition(".")
             name = f"{owner}.{own}" if isinstance(module, PackedExperts) else f"{owner}.{own}.{attribute}"
-            read = functools.partial(self._base.read_named, name)
-            packed = pack(read, module, self._device, by_rows=self._base.is_stored(name))
+            by_rows = functools.partial(self._base.read_named, name)
+            read = by_rows if self._base.is_stored(name) else self._base.read_named(name).__getitem__
+            packed = pack(read, module, self._device)
             return packed if rows is None else packed[rows].clone()
         parts = module_name.split(".")
         part = next((part for part in parts if part in _ADAPTER_PARTS), None)

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
+from transformers import BitsAndBytesConfig, PreTrainedModel
 
 from lit_fsdp.errors import ConfigError, require
 
@@ -88,15 +88,15 @@ def linear_layers(model: PreTrainedModel) -> dict[str, nn.Linear]:
     return {n: m for n, m in model.named_modules() if type(m) is nn.Linear and m is not head}
 
 
-def pack(read: Callable[[slice], torch.Tensor], layer: Any, device: torch.device, by_rows: bool) -> torch.Tensor:
+def pack(read: Callable[[slice], torch.Tensor], layer: Any, device: torch.device) -> torch.Tensor:
     """Pack the whole weight and set the layer's ``quant_state`` for unpacking.
 
-    ``read`` returns rows of the weight in dim 0, in the dtype of its file. With ``by_rows`` experts are read and
-    packed one at a time, because packing needs several copies in fp32 on a CPU. The bits are the same, and the same
-    weight gives the same bits on the same kind of ``device``, where ``quant_state`` stays.
+    ``read`` returns rows of the weight in dim 0, in the dtype of its file. Experts are read and packed one at a time,
+    because packing needs several copies in fp32 on a CPU. The bits are those of the whole, and the same weight gives
+    the same bits on the same kind of ``device``, where ``quant_state`` stays.
     """
     is_double = layer.double_quantization
-    if not (by_rows and isinstance(layer, PackedExperts) and layer.shape[1:].numel() % _BLOCK == 0):
+    if not (isinstance(layer, PackedExperts) and layer.shape[1:].numel() % _BLOCK == 0):
         packed, layer.quant_state = _quantized(read(slice(None)).to(device), is_double)
         return packed
     parts = [_quantized(read(slice(expert, expert + 1)).to(device), False) for expert in range(layer.shape[0])]
@@ -114,8 +114,7 @@ def rounded(weight: torch.Tensor, double_quantization: bool) -> torch.Tensor:
     if weight.ndim < 3:
         return _bitsandbytes().functional.dequantize_4bit(*_quantized(weight, double_quantization))
     experts = PackedExperts(weight.shape, double_quantization)
-    packed = pack(weight.__getitem__, experts, weight.device, by_rows=True)
-    experts.weight = nn.Parameter(packed, requires_grad=False)
+    experts.weight = nn.Parameter(pack(weight.__getitem__, experts, weight.device), requires_grad=False)
     return experts.unpacked(weight.dtype)
 
 
@@ -123,16 +122,10 @@ def _quantized(weight: torch.Tensor, double: bool) -> Any:
     return _bitsandbytes().functional.quantize_4bit(weight, blocksize=_BLOCK, compress_statistics=double, **_NF4)
 
 
-def as_loaded(
-    compute_dtype: torch.dtype, double_quantization: bool, keep: Collection[str], hf_config: PretrainedConfig
-) -> BitsAndBytesConfig:
-    """The config with which ``from_pretrained`` builds the same layers as :func:`apply_nf4` from the same weights."""
+def as_loaded(compute_dtype: torch.dtype, double_quantization: bool, keep: Sequence[str]) -> BitsAndBytesConfig:
+    """The config with which ``from_pretrained`` builds the same layers, except ``keep``, from the same weights."""
     kind: dict[str, Any] = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": double_quantization}
-    if keep:  # names replace transformers' default, which is the head
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(hf_config)
-        head = model.get_output_embeddings()
-        kind["llm_int8_skip_modules"] = [*keep, *(name for name, module in model.named_modules() if module is head)]
+    kind["llm_int8_skip_modules"] = list(keep)
     return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=compute_dtype, **kind)
 
 

@@ -60,7 +60,7 @@ def test_experts_are_packed_one_by_one_into_the_bits_of_the_whole(shape, most, i
     layer = PackedExperts(weight.shape, is_double)
     options = {"quant_type": "nf4", "compress_statistics": is_double, "quant_storage": torch.bfloat16}
     wanted, state = quantize_4bit(weight, **options)
-    found = pack(rows, layer, torch.device("cpu"), by_rows=True)
+    found = pack(rows, layer, torch.device("cpu"))
     assert torch.equal(found.view(torch.int16), wanted.view(torch.int16))
     layer.weight = torch.nn.Parameter(found, requires_grad=False)
     assert torch.equal(layer.unpacked(torch.bfloat16), dequantize_4bit(wanted, state))

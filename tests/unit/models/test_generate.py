@@ -51,14 +51,16 @@ def test_settings_of_the_model_itself_are_not_used(ask):
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # peft 0.21 on transformers 5.24
-@pytest.mark.parametrize("lora", [LoraConfig(), LoraConfig(quantize="nf4"), LoraConfig(quantize="nf4", r=2)])
+@pytest.mark.parametrize(("quantize", "keep"), [(None, None), ("nf4", None), ("nf4", ["o_proj"])])
 @pytest.mark.parametrize("overrides", [None, {"router_aux_loss_coef": 0.5}])
 @pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])
-def test_adapters_answer_with_the_base_that_they_were_trained_on(saved, monkeypatch, tmp_path, family, overrides, lora):
-    """Also one in MXFP4, and one of which transformers quantizes only the linear layers. With r: 2 one is trained."""
+def test_adapters_answer_with_the_base_that_they_were_trained_on(
+    saved, monkeypatch, tmp_path, family, overrides, quantize, keep
+):
+    """Also one in MXFP4, one of which transformers quantizes only linear layers, and one with a layer trained whole."""
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")  # computes in fp32 on every CPU
     monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: False)  # whose kernel wants widths of n * 32
-    tokenizer, keep = miniature_tokenizer(), ["o_proj"] if lora.r == 2 else None
+    tokenizer = miniature_tokenizer()
     folder = saved(family, config={"vocab_size": len(tokenizer), "intermediate_size": 64})
     if family == "gpt_oss":
         to_mxfp4(folder)
@@ -69,7 +71,7 @@ def test_adapters_answer_with_the_base_that_they_were_trained_on(saved, monkeypa
     )
     adapted.save_pretrained(tmp_path / "adapter")
     tokenizer.save_pretrained(tmp_path / "adapter")
-    config = ModelConfig(name=str(folder), lora=lora, config_overrides=overrides)
+    config = ModelConfig(name=str(folder), lora=LoraConfig(quantize=quantize), config_overrides=overrides)
     trained_on = describe_base(resolve_model(config), config, 0)
     file = tmp_path / "adapter/adapter_model.safetensors"
     save_file(load_file(file), file, {"format": "pt", "base": json.dumps(trained_on)})
