@@ -38,6 +38,10 @@ def summary_of(trainer: Trainer, verb: str, seconds: float, first_step: int) -> 
     memory = f", peak memory {metrics['peak_memory_gib']:.2f} GiB per rank" if "peak_memory_gib" in metrics else ""
     done = step - first_step
     lines = [f"{done} step{'s' if done != 1 else ''} in {took}, to step {step}{numbers}{memory}"]
+    epochs = trainer.max_epochs or -1
+    if step < trainer.max_steps and 0 < epochs <= trainer.current_epoch:
+        more = f"to train all {trainer.max_steps} steps, set trainer.max_epochs: -1"
+        lines.append(f"trainer.max_epochs {epochs} ended the run before trainer.max_steps; {more}")
     saved = trainer.checkpoint_callback
     for name in ("best", "last"):
         if path_of := getattr(saved, f"{name}_model_path", ""):

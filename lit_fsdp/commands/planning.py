@@ -141,7 +141,7 @@ def run_plan(argv: Sequence[str]) -> int:
         )
     if host_gib < math.inf:
         verdict = "fits" if too_much <= 0 else f"does not fit: {too_much:.1f} GiB too much"
-        lines.append(f"on a host of {host_gib:g} GiB: {verdict}")
+        lines.append(f"this recipe on a host of {host_gib:g} GiB: {verdict}")
     if taken is not None:
         lines.append(
             f"{taken['compute'] + taken['exposed'] + taken['host']:.3g} seconds per step: {taken['compute']:.3g} "
@@ -164,9 +164,7 @@ def run_plan(argv: Sequence[str]) -> int:
         if options.search:
             lines += [_search_table(tried), ""]
         else:
-            too_large = [one for one in tried if not one["fits"]]
-            text = "does not fit: {}: at least {:.1f} GiB per GPU, and {:.0f} GiB of host memory"
-            lines += [text.format(one["choice"], one["peak"] / 2**30, one["host"] / 2**30) for one in too_large]
+            lines += [_too_large(one, host_gib) for one in tried if not one["fits"]]
     if best is not None:
         changes = "".join(f"\n  {flag}" for flag in search.flags_of(best["changes"])) or " (same as the recipe)"
         needs = f", {best['host'] / 2**30:.0f} GiB of host memory per node" if "cpu_offload" in best["choice"] else ""
@@ -184,6 +182,16 @@ def run_plan(argv: Sequence[str]) -> int:
         lines.append(f"written: {options.write}")
     print(json.dumps(record, indent=1) if options.json else "\n".join(lines))
     return 0 if best is not None or (gib is None and too_much <= 0) else 1
+
+
+def _too_large(tried: Mapping[str, Any], host_gib: float) -> str:
+    """Format a choice that does not fit, with the memory that is too small for it."""
+    from lit_fsdp.plan.memory import HOST_USABLE
+
+    host = tried["host"] / 2**30
+    if host > host_gib * HOST_USABLE:
+        return f"does not fit: {tried['choice']}: {host:.0f} GiB of host memory per node"
+    return f"does not fit: {tried['choice']}: at least {tried['peak'] / 2**30:.1f} GiB per GPU"
 
 
 def _verdict(found: Any, gib: float) -> str:
@@ -221,7 +229,7 @@ def _memory_table(found: Any, host: Mapping[str, int]) -> str:
         ("gradients being reduced", step.reduced),
         ("framework (assumed: context, NCCL, cuBLAS)", OVERHEAD_BYTES),
         (f"peak on the device ({step.moment})", found.peak + OVERHEAD_BYTES),
-        ("between steps", found.parameters + found.optimizer + found.gradients),
+        (f"between steps{where}", found.parameters + found.optimizer + found.gradients),
         ("while loading", found.parameters + found.largest_tensor),
         ("host of a node: state of cpu_offload", host["state"]),
         ("host of a node: rounding of its pinned blocks", host["rounding"]),

@@ -102,6 +102,8 @@ def check_sources(split: str, sources: Sources | Sets | None) -> list[SourceConf
         require(empty is None, f"{split}.{empty}", "[]", "at least one source", "drop the set")
         sets = {name: check_sources(split, [_entry(one) for one in part]) for name, part in parts.items()}
         return [replace(entry, name=name) for name, part in sets.items() for entry in part]
+    is_name = not (isinstance(sources, str) and sources.lstrip("[ ").startswith("{"))
+    require(is_name, split, sources, "a source, or a list of sources", f"write {split}: [{{source: FILE, ...}}]")
     entries = [sources] if isinstance(sources, str) else sources or []
     found = [_entry(entry) for entry in entries]
     fits = len({entry.name is None for entry in found}) <= 1

@@ -108,7 +108,7 @@ def parser_error(message: str, known: Iterable[str]) -> ConfigError:
     words = [word for one in plain if one.startswith("Literal") for word in re.findall(r"'([^']+)'", one)]
     near, allowed = _nearest(value[1].lower(), words), " | ".join(dict.fromkeys(shown))
     given, fix = _as_yaml(value[1]), f"write {key}: {near}" if near else ""
-    if key == "model.lora" or ("a list" in shown and "," in given and given[:1] not in "[{"):
+    if key == "model.lora" or ("a list" in shown and (given[:1] == "{" or ("," in given and given[:1] != "["))):
         fix = f"write {section_fix(key) if key == 'model.lora' else f'{key}: [{given}]'}"
     return ConfigError(key, given, allowed, fix)
 

@@ -291,5 +291,6 @@ def _peft() -> Any:
     try:
         import peft
     except ImportError as error:
-        raise ConfigError(_PATH, "adapters, but peft is not installed", "peft", "pip install lit-fsdp[lora]") from error
+        fix = "pip install 'lit-fsdp[lora]'"
+        raise ConfigError(_PATH, "adapters, but peft is not installed", "peft", fix) from error
     return peft

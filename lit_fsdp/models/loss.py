@@ -91,7 +91,7 @@ def plan_loss(model: nn.Module, config: LossConfig | None = None) -> LossPlan:
         fix = "set model.loss.backend: chunked, the same computation in plain PyTorch"
         given = "liger, but liger_kernel is not installed"
         is_there = importlib.util.find_spec("liger_kernel")
-        require(is_there, _BACKEND, given, "liger_kernel", f"pip install lit-fsdp[liger], or {fix}")
+        require(is_there, _BACKEND, given, "liger_kernel", f"pip install 'lit-fsdp[liger]', or {fix}")
         owner = owner_of_head(model)
         kind = None if owner is None else type(_head_of(owner))
         # no adapter, which Liger would ignore

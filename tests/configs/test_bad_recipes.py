@@ -76,6 +76,7 @@ CASES = (
     ("--trainer.limit_train_batches=1", "trainer.limit_train_batches", "set trainer.max_steps"),
     ("--trainer.overfit_batches=1", "trainer.overfit_batches", "name a small file as data.train"),
     ("--data.val={source: val.jsonl}", "data.val.source", "write val: [{source: FILE, ...}]"),
+    ("--data.train={source: a.jsonl}", "data.train", "write train: [{source: FILE, ...}]"),
     ("--data.val={easy: []}", "data.val.easy", "drop the set"),
     ("--data.train=[{source: a.jsonl, name: easy}]", "data.train", ""),
     ("--data.val=[{source: a.jsonl, name: easy}, b.jsonl]", "data.val", ""),
@@ -136,3 +137,7 @@ def test_a_bad_recipe_is_refused_with_the_field_and_what_to_write(tmp_path: Path
         assert error.field == field.replace(":.", f"{ARGS}."), str(error)
         assert error.fix.startswith(fix.replace(":.", f"{ARGS}.")), str(error)
         assert error.allowed, str(error)
+    single = tmp_path / "single.yaml"
+    single.write_text("data: {train: {source: a.jsonl}}\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"fix:     write data.train: \[\{'source': 'a.jsonl'\}\]"):
+        load_recipe(["--config", str(good), "--config", str(single)], "fit")

@@ -44,6 +44,13 @@ def test_a_finished_run_says_how_to_train_further(tmp_path: Path):
     assert by_epochs.endswith("add --ckpt_path last --trainer.max_epochs 6")
 
 
+def test_a_fit_that_epochs_ended_before_max_steps_says_so(tmp_path: Path):
+    limits = {"max_steps": 100, "max_epochs": 1, "current_epoch": 1}
+    text = summary_of(_trainer(tmp_path, **limits), "fit", 1, 0)
+    assert "max_epochs 1 ended the run before trainer.max_steps; to train all 100 steps, set trainer.max_epochs" in text
+    assert "ended" not in summary_of(_trainer(tmp_path, **limits | {"current_epoch": 0}), "fit", 1, 0)  # a signal did
+
+
 def test_the_other_verbs_name_their_numbers_and_files(tmp_path: Path):
     trainer = _trainer(tmp_path)
     assert summary_of(trainer, "validate", 2, 0) == (

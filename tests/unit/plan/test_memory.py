@@ -215,15 +215,19 @@ def test_nothing_fits(capsys: pytest.CaptureFixture[str]):
     assert re.search(r"micro-batch 8 fits into 24 GiB .*; largest micro-batch that fits: \d+\n", out), out
     assert "add --search for all choices" in out
     assert run_plan(["--config", str(small), "--memory", "3"]) == 0
-    assert re.search(
-        r"recommended: .*cpu_offload, micro-batch 4, \d+ GiB of host memory per node\n", capsys.readouterr().out
-    )
+    out = capsys.readouterr().out
+    assert re.search(r"recommended: .*cpu_offload, micro-batch 4, \d+ GiB of host memory per node\n", out)
+    assert re.search(r"does not fit: single: at least \d+\.\d GiB per GPU\n", out)
+    assert run_plan(["--config", str(small), "--memory", "3", "--host-memory", "2"]) == 1
+    assert re.search(r"does not fit: fsdp2.*cpu_offload: \d+ GiB of host memory per node\n", capsys.readouterr().out)
     assert run_plan(["--config", str(small), "--memory", "1", "--savings"]) == 0
     assert "; it does not fit into 1 GiB" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="fix:     write --memory 24"):
         run_plan(["--config", str(small), "--gpu", "24GB"])
     assert run_plan(["--config", str(RECIPE.with_name(OFFLOAD)), "--host-memory", "96"]) == 1  # the GPU is not known
-    assert "on a host of 96 GiB: does not fit: 43.4 GiB too much" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "this recipe on a host of 96 GiB: does not fit: 43.4 GiB too much" in out
+    assert "between steps (in host memory)" in out
 
 
 def test_a_search_recommends_the_fastest_without_adapters(capsys: pytest.CaptureFixture[str]):
