@@ -12,8 +12,10 @@ import functools
 import logging
 import math
 import re
+import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -31,6 +33,7 @@ from lit_fsdp.models.weights import Weights, seeded, tied_groups
 _log = logging.getLogger(__name__)
 _PATH = "model.lora"
 _ADAPTER = "default"
+_BITSANDBYTES = "bitsandbytes"
 _HANDED = ("layers_to_transform", "layers_pattern", "exclude_modules", "rank_pattern", "alpha_pattern")
 _LAYERS = (nn.Linear, Conv1D, nn.Embedding)  # targeted as modules, not as parameters
 _ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
@@ -262,7 +265,9 @@ def _inject(model: PreTrainedModel, settings: Any) -> Any:
         warnings.filterwarnings("error", "You have passed exclude_modules")
         warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys did not match")  # checked by name
         warnings.filterwarnings("ignore", "fan_in_fan_out")  # peft sets it as the layer needs it, and warns
-        return _peft().LoraModel(model, settings, _ADAPTER, low_cpu_mem_usage=True)
+        peft = _peft()
+        with _without_bitsandbytes():
+            return peft.LoraModel(model, settings, _ADAPTER, low_cpu_mem_usage=True)
 
 
 def is_adapter(name: str) -> bool:
@@ -287,9 +292,37 @@ def _check_names(model: PreTrainedModel, field: str, names: list[str], layers: s
         require(not found & shared, f"{_PATH}.{field}", given, "modules that share no weight with another", fix)
 
 
+@contextmanager
+def _without_bitsandbytes() -> Iterator[None]:
+    """Hide an installed bitsandbytes from peft, unless it is loaded: otherwise no layer can be one of its classes.
+
+    peft imports it to compare classes, which takes a second of CPU time on every rank: it loads torch's compiler.
+    Delete when peft imports it only for quantized models: https://github.com/huggingface/peft/issues/1665 (closed, but
+    peft 0.21 imports it in helpers.py and for each insertion of adapters).
+    """
+    if _BITSANDBYTES in sys.modules:
+        yield
+        return
+    sys.modules[_BITSANDBYTES] = None  # type: ignore[assignment]
+    _forget_bitsandbytes()
+    try:
+        yield
+    finally:
+        del sys.modules[_BITSANDBYTES]
+        _forget_bitsandbytes()
+
+
+def _forget_bitsandbytes() -> None:
+    """Let peft look again whether bitsandbytes is installed."""
+    if utils := sys.modules.get("peft.import_utils"):
+        utils.is_bnb_available.cache_clear()
+        utils.is_bnb_4bit_available.cache_clear()
+
+
 def _peft() -> Any:
     try:
-        import peft
+        with _without_bitsandbytes():
+            import peft
     except ImportError as error:
         fix = "pip install 'lit-fsdp[lora]'"
         raise ConfigError(_PATH, "adapters, but peft is not installed", "peft", fix) from error

@@ -51,6 +51,20 @@ def test_adapters_are_drawn_as_wide_as_pefts(saved):
         assert torch.cat(adapters).std().item() == pytest.approx(wanted, rel=0.1)
 
 
+def test_an_unused_bitsandbytes_is_not_imported_and_is_found_later(tiny, monkeypatch):
+    class Refusing:
+        def find_spec(self, name, path=None, target=None):
+            assert name != "bitsandbytes"
+
+    monkeypatch.delitem(sys.modules, "bitsandbytes")
+    monkeypatch.setattr(sys, "meta_path", [Refusing(), *sys.meta_path])
+    model = build_on_meta(tiny("llama"))
+    apply_lora(model, LoraConfig())
+    assert any(base_name(name) != name for name, _ in model.named_parameters())
+    monkeypatch.undo()
+    assert peft.import_utils.is_bnb_4bit_available()
+
+
 def test_names_that_cannot_be_meant_are_refused(tiny):
     for lora, field, text in (
         ({"target_modules": ["q_projj"]}, "target_modules", "'q_projj'"),
