@@ -27,11 +27,11 @@ quickstart: $(VENV)/run.stamp  ## train SmolLM2-135M on real rows in FSDP proces
 precision-study: $(VENV)/plot.stamp  ## three precision modes at the same learning rates: losses, and updates that vanish
 	@$(BIN)/python recipes/precision_study.py
 
-# Most tests wait for other processes half of their time, so that two at once fill two cores.
-TESTS_AT_ONCE := 2
+# Most tests wait for other processes a third of their time, so that three at once fill two cores.
+TESTS_AT_ONCE := 3
 PYTEST := $(BIN)/python -m pytest -n $(TESTS_AT_ONCE)
 
-test: lint slurm-programs  ## lint, types and the whole suite, two tests at a time (TESTS_AT_ONCE=0: one after the other)
+test: lint slurm-programs  ## lint, types and the whole suite, three tests at a time (TESTS_AT_ONCE=0: one after the other)
 	$(PYTEST) tests
 
 test-long: lint  ## the same with the cases marked long, each of which says why

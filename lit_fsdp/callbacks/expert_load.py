@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 
 from lit_fsdp.models.expert_parallel import ExpertGroup
+from lit_fsdp.models.packing import real_tokens
 from lit_fsdp.parallel.units import clean_name
 
 _CHOICES = ("top_k_index", "router_indices")  # arguments of the experts' forward in transformers
@@ -20,12 +22,12 @@ _CHOICES = ("top_k_index", "router_indices")  # arguments of the experts' forwar
 class ExpertLoad(Callback):
     """Logs the load of experts every ``log_every_n_steps``, over all ranks and all steps since the last log.
 
-    ``expert_largest_share`` is the share of a layer's tokens that its busiest expert received, the maximum over layers;
-    ``expert_entropy`` the entropy of the shares divided by the logarithm of the number of experts (1 if the load is
-    even), the mean over layers; ``experts_unused`` the number of experts in all layers that received no token. With
-    ``expert_parallel``, ``expert_rank_load`` is the number of tokens that the busiest rank of a layer received, divided
-    by the mean over ranks, the maximum over layers. Nothing is logged for models whose experts do not receive the
-    router's choices.
+    Padding is not counted. ``expert_largest_share`` is the share of a layer's tokens that its busiest expert received,
+    the maximum over layers; ``expert_entropy`` the entropy of the shares divided by the logarithm of the number of
+    experts (1 if the load is even), the mean over layers; ``experts_unused`` the number of experts in all layers that
+    received no token. With ``expert_parallel``, ``expert_rank_load`` is the number of tokens that the busiest rank of a
+    layer received, divided by the mean over ranks, the maximum over layers. Nothing is logged for models whose experts
+    do not receive the router's choices.
     """
 
     def __init__(self) -> None:
@@ -33,6 +35,7 @@ class ExpertLoad(Callback):
         self._by_rank: list[tuple[torch.Tensor, list[int]] | None] = []
         self._handles: list[Any] = []
         self._seen_step = 0
+        self._is_real_N: torch.Tensor | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Hook the experts of the live model, or peft's wrapper, which is called instead of them."""
@@ -43,7 +46,7 @@ class ExpertLoad(Callback):
             parameters = list(inspect.signature(type(module).forward).parameters) if is_known else []
             if name_of_choices := next((name for name in _CHOICES if name in parameters), None):
                 counts = torch.zeros(module.num_experts, dtype=torch.float32, device=trainer.strategy.root_device)
-                count = functools.partial(_count, counts, name_of_choices, parameters.index(name_of_choices) - 1)
+                count = functools.partial(self._count, counts, name_of_choices, parameters.index(name_of_choices) - 1)
                 outermost = modules[name.split(".base_layer", 1)[0]]
                 self._handles.append(outermost.register_forward_pre_hook(count, with_kwargs=True))
                 self._counts.append(counts)
@@ -51,6 +54,10 @@ class ExpertLoad(Callback):
                 held = [] if group is None else group.held
                 order = torch.tensor([expert for experts in held for expert in experts], device=counts.device)
                 self._by_rank.append((order, [len(experts) for experts in held]) if held else None)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Find the padding of the batch."""
+        self._is_real_N = real_tokens(batch) if self._counts and isinstance(batch, Mapping) else None
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *batch: Any) -> None:
         """Log after an optimizer step, every ``log_every_n_steps``; the host does not wait for the device."""
@@ -80,8 +87,14 @@ class ExpertLoad(Callback):
             handle.remove()
         self._handles, self._counts, self._by_rank = [], [], []
 
-
-def _count(counts_E: torch.Tensor, name: str, place: int, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-    if module.training:
-        chosen = (kwargs[name] if name in kwargs else args[place]).flatten()
-        counts_E.scatter_add_(0, chosen, torch.ones_like(chosen, dtype=counts_E.dtype))
+    def _count(
+        self, counts_E: torch.Tensor, name: str, place: int, module: nn.Module, args: Any, kwargs: dict[str, Any]
+    ) -> None:
+        if not module.training:
+            return
+        chosen_NK = kwargs[name] if name in kwargs else args[place]
+        chosen_NK, real_N = chosen_NK.flatten(0, -2), self._is_real_N
+        ones = torch.ones_like(chosen_NK, dtype=counts_E.dtype)
+        if real_N is not None and len(real_N) == len(chosen_NK):
+            ones = ones * real_N.unsqueeze(-1)
+        counts_E.scatter_add_(0, chosen_NK.flatten(), ones.flatten())

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from lit_fsdp.models.loss import ONE_ROW
+
 
 @contextmanager
 def embedding_noise(model: Any, alpha: float, batch: Mapping[str, Any], rank: int) -> Iterator[None]:
@@ -18,6 +20,7 @@ def embedding_noise(model: Any, alpha: float, batch: Mapping[str, Any], rank: in
     Padding gets no noise, nor does eval mode. Each rank draws it from its own generator, seeded by torch's generator,
     whose state checkpoints save.
     """
+    batch = batch.get(ONE_ROW, batch)  # what the model gets
     if "cu_seq_lens" in batch:
         lengths_N = batch["cu_seq_lens"].diff()
         lengths_BT = lengths_N.repeat_interleave(lengths_N)

@@ -54,6 +54,21 @@ def model_inputs(batch: Mapping[str, Any], attn_implementation: str) -> dict[str
     return {**flat, "cu_seq_lens_q": borders, "cu_seq_lens_k": batch.get("cu_seq_lens_k", borders), **lengths}
 
 
+def real_tokens(batch: Mapping[str, Any]) -> torch.Tensor | None:
+    """Whether each token that the model gets from a batch belongs to a sample, bool (N,); None if it is unknown."""
+    if "attention_mask" in batch:
+        is_real_N = batch["attention_mask"].bool().flatten()
+    elif "num_filled" in batch:  # packs
+        num_filled_B, positions_T = batch["num_filled"], torch.arange(batch["input_ids"].shape[1])
+        is_real_N = (positions_T.to(num_filled_B.device) < num_filled_B[:, None]).flatten()
+    else:
+        return None
+    if ONE_ROW not in batch:
+        return is_real_N
+    taken_N = batch[ONE_ROW]["taken"]
+    return is_real_N[taken_N] & (taken_N >= 0)  # -1: the padding of a context group's row
+
+
 def rows_of_pairs(model: Any, attn_implementation: str) -> tuple[str, ...]:
     """List possible layouts of pairs for ``model``, best first: ``shared`` | ``whole``, in one row, and ``padded``.
 

@@ -52,6 +52,17 @@ def test_loss_and_gradients_are_those_of_one_process(tiny_model: Path, tmp_path:
         assert (gradients - before).norm() / before.norm() <= 1e-6
 
 
+@pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
+def test_noise_on_embeddings_is_that_of_whole_samples(tiny_model: Path, tmp_path: Path, packing: bool) -> None:
+    """At most alpha / sqrt(L * D) by the length of the sample, wherever it is cut; ranks draw their own."""
+    job: dict[str, Any] = {"data": {"packing": packing}, "model": {"neftune_alpha": 1e-3}}
+    plain = _run(tiny_model, tmp_path / "plain", 1, data=job["data"])
+    for degree in (2, {"degree": 2, "method": "all_gather"}):
+        found = _run(tiny_model, tmp_path / str(degree).replace(" ", ""), 2, degree, **job)
+        assert found["losses"] != plain["losses"]
+        assert found["losses"] == pytest.approx(plain["losses"], rel=1e-3)
+
+
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 def test_pairs_are_compared_across_the_cut(tiny_model: Path, tmp_path: Path, lora: bool) -> None:
     found = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -12,8 +13,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from lit_fsdp.callbacks.expert_load import ExpertLoad
 from lit_fsdp.config.model import LoraConfig
+from lit_fsdp.data.batches import collate, collate_packs
 from lit_fsdp.models.experts import grouped_experts, prepare_experts
 from lit_fsdp.models.lora import apply_lora
+from lit_fsdp.models.loss import ONE_ROW
+from lit_fsdp.models.packing import real_tokens
+from lit_fsdp.models.parts import RowParts
 from tests.unit.models.families import tiny
 
 
@@ -42,7 +47,13 @@ def test_what_is_logged_is_what_the_router_chose(family: str, lora: bool):
         gate.register_forward_hook(lambda gate, args, out: chosen.append(out[-1]))
     for step in range(1, 3):
         ids = torch.full((1, 9), 7) if step == 2 else torch.arange(3, 43).reshape(2, 20)
+        batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        if step == 1:
+            batch["attention_mask"][1, 5:] = 0
+        load.on_train_batch_start(trainer, holder, batch, 0)
         model(input_ids=ids, use_cache=False)
+        if step == 1:
+            chosen[-len(gates) :] = [of_gate[:25] for of_gate in chosen[-len(gates) :]]  # padding does not count
         with torch.no_grad():
             model.eval()(input_ids=ids, use_cache=False)  # validation does not count
             chosen[-len(gates) :] = []
@@ -65,6 +76,24 @@ def test_what_is_logged_is_what_the_router_chose(family: str, lora: bool):
     assert len(logged) == 1
     load.on_train_end(trainer, holder)
     assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_padding_is_known_in_rows_packs_and_parts_of_a_row():
+    samples = [(np.arange(1, n + 1), np.ones(n, bool)) for n in (5, 2, 4)]
+    rows, packs = collate(samples, 0), collate_packs([samples[:2], samples[2:]], 8, 0)
+    assert real_tokens(rows).view(3, 5).sum(dim=1).tolist() == [5, 2, 4]
+    assert real_tokens(packs).tolist() == [True] * 7 + [False] + [True] * 4 + [False] * 4
+    for batch in (rows, packs):
+        parts = []
+        for rank in range(3):
+            group = RowParts.__new__(RowParts)
+            group.group, group.method, group.degree, group.rank = None, "all_gather", 3, rank
+            cut = group.cut(batch)
+            ids, is_real = cut[ONE_ROW]["input_ids"][0], real_tokens(cut)
+            assert len(ids) == len(is_real)
+            parts += ids[is_real].tolist()
+        assert sorted(parts) == sorted(token for sample, _ in samples for token in sample)
+    assert real_tokens({"input_ids": rows["input_ids"]}) is None
 
 
 def test_a_model_without_experts_logs_nothing():

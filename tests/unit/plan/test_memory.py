@@ -203,27 +203,28 @@ def test_what_fits_is_recommended_and_written(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_nothing_fits(capsys: pytest.CaptureFixture[str]):
-    small = ROOT / "recipes" / "smollm2-135m_full_fsdp2_1x24gb.yaml"
-    assert run_plan(["--config", str(small), "--memory", "1"]) == 1
+    recipe = ROOT / "recipes" / "smollm2-135m_full_fsdp2_1x24gb.yaml"
+    small = ["--config", str(recipe), "--data.global_batch_size", "8"]
+    assert run_plan([*small, "--memory", "1"]) == 1
     out = capsys.readouterr().out
     assert "nothing fits into 1 GiB" in out
     assert re.search(
         r"micro-batch \d+ does not fit into 1 GiB \(97% of them usable\): \d.* GiB too much; .* fits: none", out
     )
-    assert run_plan(["--config", str(small), "--memory", "24"]) == 0
+    assert run_plan([*small, "--memory", "24"]) == 0
     out = capsys.readouterr().out
     assert re.search(r"micro-batch 8 fits into 24 GiB .*; largest micro-batch that fits: \d+\n", out), out
     assert "add --search for all choices" in out
-    assert run_plan(["--config", str(small), "--memory", "3"]) == 0
+    assert run_plan([*small, "--memory", "3"]) == 0
     out = capsys.readouterr().out
     assert re.search(r"recommended: .*cpu_offload, micro-batch 4, \d+ GiB of host memory per node\n", out)
     assert re.search(r"does not fit: single: at least \d+\.\d GiB per GPU\n", out)
-    assert run_plan(["--config", str(small), "--memory", "3", "--host-memory", "2"]) == 1
+    assert run_plan([*small, "--memory", "3", "--host-memory", "2"]) == 1
     assert re.search(r"does not fit: fsdp2.*cpu_offload: \d+ GiB of host memory per node\n", capsys.readouterr().out)
-    assert run_plan(["--config", str(small), "--memory", "1", "--savings"]) == 0
+    assert run_plan([*small, "--memory", "1", "--savings"]) == 0
     assert "; it does not fit into 1 GiB" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="fix:     write --memory 24"):
-        run_plan(["--config", str(small), "--gpu", "24GB"])
+        run_plan([*small, "--gpu", "24GB"])
     assert run_plan(["--config", str(RECIPE.with_name(OFFLOAD)), "--host-memory", "96"]) == 1  # the GPU is not known
     out = capsys.readouterr().out
     assert "this recipe on a host of 96 GiB: does not fit: 43.4 GiB too much" in out
