@@ -19,11 +19,15 @@ from lit_fsdp.config.strategy import StrategyConfig, mesh_shape
 from lit_fsdp.errors import require
 from lit_fsdp.models.build import build_trainable
 from lit_fsdp.models.optimizers import state_bytes
+from lit_fsdp.models.parts import context_method
 from lit_fsdp.models.resolve import resolve_architecture
 from lit_fsdp.parallel.activation import prepare_blocks, recompute_by_unit
+from lit_fsdp.parallel.expert_units import check_experts
 from lit_fsdp.parallel.precision import TORCH_DTYPES, cast_parameters, declared_dtypes, has_bf16
 from lit_fsdp.parallel.units import UnitPlan, audit, packed_weights, plan_for
 from lit_fsdp.report.tables import parameter_counts, ranks_table, units_table
+
+_DEGREES = ("replicate_degree", "shard_degree", "context_parallel", "expert_parallel")
 
 
 class CausalLMModule(nn.Module):
@@ -46,6 +50,10 @@ def audit_recipe(run: RunConfig) -> dict[str, Any]:
     fits = attention not in FLASH_ATTENTION or model._supports_flash_attn
     require(fits, "model.attn_implementation", f"{attention} for {model.config.model_type}", "one that it supports")
     module = CausalLMModule(model)
+    if strategy.context_config.degree > 1:
+        context_method(model, strategy.context_config, f"{STRATEGY}.context_parallel")
+    if strategy.expert_parallel > 1:
+        check_experts(module, strategy.expert_parallel, shards, f"{STRATEGY}.expert_parallel")
     frozen = cast_parameters(module, strategy)
     plan = plan_for(module, strategy, STRATEGY)
     prepare_blocks(plan.blocks, strategy.activation_config, strategy.compile)
@@ -87,10 +95,10 @@ def print_recipe_audit(record: dict[str, Any], file: TextIO | None = None) -> No
     console.print(ranks_table(record["state_per_rank"]))
     dtypes = ", ".join(f"{what} {dtype}" for what, dtype in record["precision"]["declared"].items())
     sharding = record["sharding"] if not record["replaced"] else "no_shard"
+    degrees = [f"{name} {record[name]}" for name in _DEGREES if record[name] > 1 or not name.endswith("parallel")]
     lines = [
         f"{parameter_counts(record)} in {record['num_units']} units",
-        f"{record['engine']} {sharding} on {record['ranks']} ranks: replicate_degree {record['replicate_degree']}, "
-        f"shard_degree {record['shard_degree']}",
+        f"{record['engine']} {sharding} on {record['ranks']} ranks: {', '.join(degrees)}",
         f"precision {record['precision']['mode']} declares {dtypes}",
         f"optimizer {record['optimizer']}, with the state size of {record['optimizer_bytes_of']}",
         *(f"not split because of tied weights: {name}" for name in record["kept_together_by_tied_weights"]),

@@ -13,6 +13,7 @@ from lit_fsdp.checkpoint.export import ExportPlan, base_name
 from lit_fsdp.checkpoint.manifest import Manifest
 from lit_fsdp.checkpoint.safetensors_file import read_tensor
 from lit_fsdp.errors import CheckpointError
+from lit_fsdp.models.experts import choose_eager
 from lit_fsdp.models.lora import apply_saved_lora, load_adapter_folder
 
 _BAD_KEYS = ("missing_keys", "unexpected_keys", "mismatched_keys")
@@ -93,6 +94,7 @@ def _reloaded_model(folder: Path, plan: ExportPlan) -> tuple[Any, list[str]]:
     lines = [f"{key.replace('_', ' ')}: {', '.join(map(str, sorted(info[key])[:8]))}" for key in _BAD_KEYS if info[key]]
     if str(model.dtype) != f"torch.{plan.dtype}":
         lines.append(f"dtype: {model.dtype}, not torch.{plan.dtype}")
+    choose_eager(model)
     return model.eval(), lines
 
 

@@ -288,7 +288,10 @@ class StrategyConfig:
     def context_config(self) -> ContextConfig:
         """``context_parallel`` as its mapping."""
         given = self.context_parallel
-        return given if isinstance(given, ContextConfig) else ContextConfig(degree=given)
+        if isinstance(given, ContextConfig):
+            return given
+        require(given >= 1, "context_parallel", given, "a whole number >= 1")
+        return ContextConfig(degree=given)
 
     @property
     def precision_config(self) -> PrecisionConfig:

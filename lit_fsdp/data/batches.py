@@ -49,7 +49,8 @@ def collate_packs(packs: Sequence[Sequence[Sample]], length: int, pad_id: int) -
         sequence. The first label of a sequence is -100, because no token predicts it. ``cu_seq_lens`` is int32
         (N + 1,): the start of each sequence in the flattened tokens, then the number of tokens. As plain numbers,
         ``longest`` is an upper bound of the longest sequence (a power of two, at most T) and ``sample_lengths`` are the
-        sequence lengths. ``num_filled`` (B,) is int64, the tokens of each pack before its padding. ``counts`` is as for :func:`collate`, where a sample is a row, not a pack.
+        sequence lengths. ``num_filled``, int64 (B,), are the tokens of each pack before its padding. ``counts`` is as
+        for :func:`collate`, where a sample is a row, not a pack.
     """
     starts: list[int] = []
     for b, pack in enumerate(packs):

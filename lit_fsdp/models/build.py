@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from lit_fsdp.config.model import GPU_ATTENTION, ModelConfig, gpu_attention_on_cpu
 from lit_fsdp.errors import ConfigError, require
 from lit_fsdp.models.attention import by_sample
-from lit_fsdp.models.experts import prepare_experts
+from lit_fsdp.models.experts import choose_eager, prepare_experts
 from lit_fsdp.models.lora import apply_lora
 from lit_fsdp.models.pointwise import apply_single_functions
 from lit_fsdp.models.weights import tied_groups
@@ -100,6 +100,8 @@ def build_trainable(
     place. Also returns the content of ``adapter_config.json``, which names ``base``.
     """
     model = build_on_meta(hf_config, config.attn_implementation, config.trust_remote_code)
+    if choose_eager(model):
+        _log.warning("experts run one after the other: grouped products need sizes that are multiples of 8")
     vocabulary = vocabulary_modules(model) if config.add_tokens else {}
     adapter_config = None
     if config.lora is not None:

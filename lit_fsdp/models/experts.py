@@ -43,6 +43,20 @@ def grouped_experts(model: nn.Module) -> dict[str, Any]:
     return {name: module for name, module in model.named_modules() if hasattr(module, "is_transposed")}
 
 
+def choose_eager(model: nn.Module) -> list[str]:
+    """Let experts run one after the other where grouped products refuse their sizes, in place; returns their names.
+
+    Rows must be a multiple of 16 bytes, which is 8 values in bf16.
+    """
+    found = []
+    for name, experts in grouped_experts(model).items():
+        sizes = [size for param in experts.parameters() if param.ndim == 3 for size in param.shape[1:]]
+        if any(size % _ALIGNED for size in sizes):
+            experts.config._experts_implementation = "eager"
+            found.append(name)
+    return found
+
+
 def prepare_experts(model: nn.Module) -> None:
     """Replace the forward pass of grouped experts and of peft's wrappers around experts, in place."""
     for module in model.modules():

@@ -22,7 +22,7 @@ from lit_fsdp.errors import require
 from lit_fsdp.host import cpu_has_bf16
 from lit_fsdp.models.base import base_of_folder, find_base
 from lit_fsdp.models.build import build_on_meta, vocabulary_modules, vocabulary_tensors
-from lit_fsdp.models.experts import fused_experts
+from lit_fsdp.models.experts import choose_eager, fused_experts
 from lit_fsdp.models.lora import load_adapter_folder
 from lit_fsdp.models.preference import evaluating
 from lit_fsdp.models.quantize import as_loaded, linear_layers, rounded
@@ -85,6 +85,7 @@ def _loaded(folder: str, base: str | None) -> tuple[Any, PreTrainedTokenizerBase
             keep = [*trained, *vocabulary_modules(build_on_meta(source.hf_config))]
             options["quantization_config"] = as_loaded(dtype, saved["double_quantization"], keep)
     model: Any = AutoModelForCausalLM.from_pretrained(weights, **options)
+    choose_eager(model)
     if is_adapter:
         if saved.get("quantize"):
             _round(model, saved["double_quantization"], with_linears=is_mxfp4)

@@ -88,7 +88,10 @@ def _is_read(name: str) -> bool:
 
 @contextmanager
 def reading(
-    source: Path | str, field: str = "model.name", fix: str = "check that the files are complete"
+    source: Path | str,
+    field: str = "model.name",
+    fix: str = "check that the files are complete",
+    allowed: str = "files that transformers can read and save",
 ) -> Iterator[None]:
     """Convert errors that transformers raises about a model or its files to a ConfigError that names the source."""
     try:
@@ -98,4 +101,4 @@ def reading(
             missing = "'lit-fsdp[gguf]'" if "gguf" in str(error).lower() else error.name
             fix = f"pip install {missing}" if missing else "install the package named in the error"
         given = f"{source} ({type(error).__name__}: {' '.join(str(error).split())[:300]})"
-        raise ConfigError(field, given, "files that transformers can read and save", fix) from error
+        raise ConfigError(field, given, allowed, fix) from error

@@ -5,16 +5,20 @@ from __future__ import annotations
 import contextlib
 import copy
 import difflib
+import inspect
 import logging
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from transformers import PretrainedConfig
+from transformers.activations import ACT2FN
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from lit_fsdp.errors import require
 from lit_fsdp.models.build import build_on_meta
 from lit_fsdp.models.hub import reading
+from lit_fsdp.models.loss import owner_of_head
 from lit_fsdp.models.weights import tied_groups
 
 _FIELD = "model.config_overrides"
@@ -55,7 +59,8 @@ def overridden(
     own, before = text.to_dict(), text.to_dict()
     own.pop("layer_types", None)  # in some models they are derived from other keys
     result = copy.deepcopy(config)
-    with reading(str(given), _FIELD, "correct that value"):
+    _check_values(text, values)
+    with reading(str(given), _FIELD, "correct that value", "values that transformers accepts for this model"):
         if getattr(type(text).from_dict(copy.deepcopy(own)), "layer_types", None) != before.get("layer_types"):
             own = before
         with _warnings_raised():
@@ -65,13 +70,15 @@ def overridden(
             result = new
         else:
             setattr(result, next(name for name, part in vars(config).items() if part is text), new)
-        tensors = _tensors(result, trust_remote_code)
+        model = build_on_meta(result, "eager", trust_remote_code)
+    _check_experts(new, values, model)
+    tensors = _tensors(model)
     for key, value in values.items():
         live, is_share = getattr(new, key, None), "drop" not in key or not value or 0 <= value < 1
         allowed = "0 to 1, without 1" if live == value else f"a value with an effect: transformers changes it to {live}"
         require(_contains(live, value) and is_share, f"{_FIELD}.{key}", value, allowed)
     if has_weights:
-        stored = _tensors(config, trust_remote_code)
+        stored = _tensors(build_on_meta(config, "eager", trust_remote_code))
         changed = sorted(name for name in stored | tensors if stored.get(name) != tensors.get(name))
         got = f"{given}, which changes names, shapes or meaning of weights, such as {', '.join(changed[:1])}"
         fix = "for random init name a config .json with these values"
@@ -87,6 +94,38 @@ def check_overrides(saved: Mapping[str, Any] | None, now: Mapping[str, Any] | No
     one, other = ({k: v for k, v in (each or {}).items() if not _OF_TRAINING.search(k)} for each in (saved, now))
     allowed = f"{one or 'null'}, as in {checkpoint}: overrides are part of the model"
     require(saved is None or one == other, _FIELD, other or "null", allowed, "set the same, or start a new run")
+
+
+def _check_values(text: Any, values: Mapping[str, Any]) -> None:
+    """Refuse unknown activations, and numbers below what any model can compute with, which transformers accepts."""
+    for key, value in values.items():
+        is_known = not (isinstance(value, str) and getattr(text, key, None) in ACT2FN) or value in ACT2FN
+        require(is_known, f"{_FIELD}.{key}", value, f"one of {', '.join(sorted(ACT2FN))}")
+        before = getattr(text, key, None)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or isinstance(before, bool) or (before is not None and before < 0):
+            continue  # such as the id of a token that does not exist
+        least = 1 if key in ("max_position_embeddings", "sliding_window") else 0
+        require(value >= least, f"{_FIELD}.{key}", value, f">= {least}")
+
+
+def _check_experts(text: Any, values: Mapping[str, Any], model: Any) -> None:
+    """Refuse more choices than experts, and options of the router's loss in models that compute none."""
+    chosen, names = getattr(text, "num_experts_per_tok", None), ("num_local_experts", "num_experts", "n_routed_experts")
+    experts = next((n for n in (getattr(text, name, None) for name in names) if isinstance(n, int)), None)
+    if isinstance(chosen, int) and experts:
+        allowed = f"1 to {experts}, the number of experts"
+        require(1 <= chosen <= experts, f"{_FIELD}.num_experts_per_tok", chosen, allowed)
+    option = "output_router_logits"
+    if option in values or "router_aux_loss_coef" in values:
+        # in the config class of many models whose code does not read it
+        reads = option in inspect.signature(type(owner_of_head(model) or model).forward).parameters
+        key = option if values.get(option) else "router_aux_loss_coef"
+        given = f"{values.get(key)}, but {text.model_type} computes no router loss"
+        require(reads or not values.get(key), f"{_FIELD}.{key}", given, "models whose code computes it", "leave it out")
+        is_on = getattr(text, option, False) or not values.get("router_aux_loss_coef")
+        given, fix = f"{values.get(key)} without {option}", f"add {option}: true"
+        require(is_on, f"{_FIELD}.router_aux_loss_coef", given, f"with {option}: true, which adds that loss", fix)
 
 
 def _rope(text: Any, given: Any) -> dict[str, Any]:
@@ -110,6 +149,10 @@ def _filled(text: Any, own: Mapping[str, Any], given: Mapping[str, Any]) -> dict
     if found.get("rope_type") in _STRETCHED:
         before = own.get("original_max_position_embeddings") or text.max_position_embeddings
         found.setdefault("original_max_position_embeddings", before)
+    path, kinds, theta = f"{_FIELD}.rope_parameters", {"default", *ROPE_INIT_FUNCTIONS}, found.get("rope_theta", 1.0)
+    kind = found.get("rope_type", "default")
+    require(kind in kinds, f"{path}.rope_type", kind, " | ".join(sorted(kinds)))
+    require(isinstance(theta, int | float) and theta > 0, f"{path}.rope_theta", theta, "a number > 0")
     return found
 
 
@@ -134,8 +177,8 @@ def _contains(live: Any, wanted: Any) -> bool:
     return bool(live == wanted)
 
 
-def _tensors(config: PretrainedConfig, trust_remote_code: bool) -> dict[str, Any]:
-    model, text = build_on_meta(config, "eager", trust_remote_code), config.get_text_config()
+def _tensors(model: Any) -> dict[str, Any]:
+    text = model.config.get_text_config()
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
     found: dict[str, Any] = {name: (shapes[name], group) for group in tied_groups(model) for name in group}
     values = text.to_dict()

@@ -41,8 +41,9 @@ def check_experts(model: nn.Module, degree: int, shards: int, path: str) -> None
         text = f"{given}, whose {name} has {', '.join(others[:1])}, which is not split by expert"
         require(not others, path, text, allowed, "drop expert_parallel")
         chosen = getattr(experts.config, "_experts_implementation", None)
-        fix = "drop expert_parallel or the experts_implementation"
-        require(chosen == "grouped_mm", path, f"{given}, whose experts use {chosen}", "grouped_mm", fix)
+        text = f"{given}, whose experts use {chosen}"
+        grouped = "grouped_mm, and sizes of experts that are multiples of 8"
+        require(chosen == "grouped_mm", path, text, grouped, "drop expert_parallel")
         counts = [n for n in range(1, shards + 1) if shards % n == 0 and _fits(experts.num_experts, shards, n)]
         given_here = f"{given}, with {experts.num_experts} experts over {shards} ranks"
         require(degree in counts, path, given_here, " | ".join(map(str, counts)), f"set expert_parallel: {counts[-1]}")

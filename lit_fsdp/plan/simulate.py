@@ -187,6 +187,8 @@ def step_memory(run: RunConfig, gradient_bytes: int, accumulates: bool) -> StepM
         finally:
             dist.destroy_process_group()
         found = _highest(watch, num_blocks, gradient_bytes, accumulates, strategy.offloads)
+    except ConfigError:
+        raise
     except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError) as error:
         given = f"a step of {config.model_type} without values ({' '.join(str(error).split())[:200]})"
         fix = "measure a run of one step: peak_memory_gib in metrics.csv"

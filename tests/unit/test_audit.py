@@ -69,6 +69,10 @@ def test_what_cannot_be_is_refused(capsys):
         (["--ranks", "0"], "--nodes: got 1 for 0 ranks"),
         (["--nodes", "2"], "--nodes: got 2 without --ranks"),
         ([f"--{_ARGS}.wrap", "[NoSuchBlock]"], "NoSuchBlock"),
+        ([f"--{_ARGS}.context_parallel", "0"], f"{_ARGS}.context_parallel: got 0\n"),
+        ([f"--{_ARGS}.context_parallel={{degree: 0}}"], f"{_ARGS}.context_parallel.degree: got 0\n"),
+        ([f"--{_ARGS}.context_parallel=2", "--model.attn_implementation=eager"], "2 for llama with attention eager"),
+        ([f"--{_ARGS}.expert_parallel", "2"], "2 for llama, which has no such experts"),
     ):
         assert main(["audit", "--config", str(SMALL), *words]) == 2
         out, err = capsys.readouterr()
@@ -80,5 +84,7 @@ def test_what_cannot_be_is_refused(capsys):
 def test_what_is_replaced_is_said(capsys):
     assert main(["audit", "--config", str(SMALL), f"--{_ARGS}.engine", "ddp", "--ranks", "3"]) == 0
     out, _ = capsys.readouterr()
-    assert "ddp no_shard on 3 ranks: replicate_degree 3, shard_degree 1" in out
+    assert "ddp no_shard on 3 ranks: replicate_degree 3, shard_degree 1\n" in out
     assert "replaced: sharding: full_shard → no_shard" in out
+    assert main(["audit", "--config", str(SMALL), f"--{_ARGS}.context_parallel", "2"]) == 0
+    assert "on 2 ranks: replicate_degree 1, shard_degree 2, context_parallel 2\n" in capsys.readouterr().out

@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 from bitsandbytes.functional import dequantize_4bit, quantize_4bit
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations import moe
 
-from lit_fsdp.config.model import LoraConfig
-from lit_fsdp.models.experts import prepare_experts
+from lit_fsdp.config.model import LoraConfig, ModelConfig
+from lit_fsdp.models.build import build_trainable
+from lit_fsdp.models.experts import choose_eager, prepare_experts
 from lit_fsdp.models.lora import apply_lora
 from lit_fsdp.models.quantize import PackedExperts, pack
 from tests.unit.models.families import tiny
@@ -98,3 +99,20 @@ def test_tokens_of_an_expert_are_whole_blocks_in_bf16(family, monkeypatch):
         assert all(ends[0] == 0 for ends in seen)
         assert all(end % 64 == 0 for ends in seen for end in ends) == is_bf16
         assert (seen[0][-1] == 2 * len(x)) != is_bf16
+
+
+def test_sizes_that_grouped_products_refuse_run_one_after_the_other():
+    """Rows of 16 bytes: 44 values are enough in fp32, not in bf16, in which plain transformers raises."""
+    for size, chosen in ((44, "eager"), (48, "grouped_mm")):
+        config = tiny("qwen3_moe").to_dict() | {"moe_intermediate_size": size}
+        model, _ = build_trainable(AutoConfig.for_model(**config), ModelConfig(name="any", lora=LoraConfig()))
+        assert model.config._experts_implementation == chosen
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(**tiny("qwen3_moe").to_dict() | {"moe_intermediate_size": 44})
+    model = AutoModelForCausalLM.from_config(config)
+    assert choose_eager(model) == ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]
+    prepare_experts(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        model(input_ids=torch.arange(3, 23)[None], labels=torch.arange(3, 23)[None]).loss.backward()
+    grads = [param.grad for name, param in model.named_parameters() if "experts" in name]
+    assert all(grad is not None and grad.any() for grad in grads)

@@ -52,7 +52,7 @@ def test_settings_of_the_model_itself_are_not_used(ask):
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # peft 0.21 on transformers 5.24
 @pytest.mark.parametrize(("quantize", "keep"), [(None, None), ("nf4", None), ("nf4", ["o_proj"])])
-@pytest.mark.parametrize("overrides", [None, {"router_aux_loss_coef": 0.5}])
+@pytest.mark.parametrize("overrides", [None, {"output_router_logits": True}])
 @pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])
 def test_adapters_answer_with_the_base_that_they_were_trained_on(
     saved, monkeypatch, tmp_path, family, overrides, quantize, keep
