@@ -6,6 +6,8 @@ import sys
 from collections.abc import Sequence
 
 from lit_fsdp.commands import run
+from lit_fsdp.config.words import as_flag
+from lit_fsdp.errors import ConfigError
 from lit_fsdp.exit_codes import exit_code_of
 
 
@@ -17,7 +19,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     printed without a traceback, and secrets of the environment and of the recipe are never printed.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    return exit_code_of(lambda: run(words), debug="--debug" in words)
+
+    def act() -> int:
+        try:
+            return run(words)
+        except ConfigError as error:
+            error.fix = as_flag(error.fix, error.field, words)
+            raise
+
+    return exit_code_of(act, debug="--debug" in words)
 
 
 if __name__ == "__main__":

@@ -123,6 +123,11 @@ def named_checkpoint(path: Path) -> Path:
         CheckpointError: The run has no checkpoint, or none of that step.
     """
     run, word = (path, "last") if (path / FOLDER).is_dir() else (path.parent, path.name)
+    is_word = word in ("last", "best") or word.isdecimal()
+    if run == Path() and is_word and not path.exists() and not Path(FOLDER).is_dir():
+        runs = [one.parent for one in Path("runs").glob(f"*/{FOLDER}")]
+        newest = max(runs, key=lambda one: one.stat().st_mtime, default=Path("RUN"))
+        raise ConfigError("--ckpt", word, "RUN, RUN/last, RUN/best or RUN/STEP", f"write --ckpt {newest}/{word}")
     if (path.exists() and run != path) or not (run / FOLDER).is_dir():
         return path
     if word.isdecimal():

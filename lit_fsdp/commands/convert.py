@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lit_fsdp.commands.parsing import parse, verb_parser
-from lit_fsdp.errors import ConfigError
+from lit_fsdp.errors import ConfigError, require
+
+_MEANT = dict.fromkeys(("trl", "transformers", "hf", "hf_trainer", "trainer", "sft"), "hf-trainer")
 
 
 def run_convert(argv: Sequence[str]) -> int:
@@ -17,13 +19,15 @@ def run_convert(argv: Sequence[str]) -> int:
     text = "Write a recipe that trains in the same way as another library's configuration file."
     example = """echo '{"zero_optimization": {"stage": 3}}' | lit-fsdp convert deepspeed -"""
     parser = verb_parser("convert", text, example)
-    parser.add_argument("format", choices=FORMATS, help="library of the configuration")
+    parser.add_argument("format", help=f"library of the configuration: {', '.join(FORMATS)}")
     parser.add_argument("file", type=Path, help="its YAML or JSON file; - reads standard input")
     parser.add_argument("-o", "--out", type=Path, help="file to create; default: standard output")
     parser.add_argument("--ranks", type=int, help="ranks of the run, if the file does not specify them")
     parser.add_argument("--num_nodes", type=int, default=1, help="nodes of the run, if the file does not specify them")
     parser.add_argument("--allow-differences", action="store_true", help="write it even if it trains differently")
     options = parse(parser, argv)
+    fix = f"write lit-fsdp convert {_MEANT.get(options.format.lower(), FORMATS[0])} {options.file}"
+    require(options.format in FORMATS, "lit-fsdp convert", options.format, " | ".join(FORMATS), fix)
     conversion = convert_file(options.format, options.file, options.ranks, options.num_nodes)
     for fate in conversion.fates:
         print(fate, file=sys.stderr)

@@ -40,6 +40,10 @@ def run_training_verb(verb: str, argv: list[str], callbacks: Callable[[], list[A
     if "SLURM_PROCID" in os.environ or is_launched_by_lightning():
         SIGNAL_FLAGS.install()
     shows = any(word in ("-h", "--help", "--print_config") or word.endswith(".help") for word in argv)
+    if "--print_config" in argv:
+        from lit_fsdp.config.parser import check_keys
+
+        check_keys(argv)
     if not shows and not is_launched_by_lightning():  # the parent process has already checked the recipe
         recipe = _check(verb, argv)
         SIGNAL_FLAGS.install()

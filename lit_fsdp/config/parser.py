@@ -152,6 +152,11 @@ def load_recipe(argv: Sequence[str], verb: str, also: Sequence[str] = ()) -> Loa
     return LoadedRecipe(run, values, line.files)
 
 
+def check_keys(argv: Sequence[str]) -> None:
+    """Reject keys that do not exist, and values of a wrong type, without the rules between them."""
+    _parsed(read_command_line(argv), ())
+
+
 def values_of_flags(line: CommandLine, also: Sequence[str] = ()) -> dict[str, Any]:
     """The values that the flags of a command line set, by full key, in short or long form."""
     flags = dataclasses.replace(line, words=line.words[len(line.files) :])

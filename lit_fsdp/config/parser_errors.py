@@ -14,8 +14,9 @@ from pathlib import Path
 from jsonargparse import ArgumentParser, Namespace
 
 from lit_fsdp.config.command_line import PREFERENCE, TRUSTED
+from lit_fsdp.config.locations import shipped_file
 from lit_fsdp.config.model import LoraConfig
-from lit_fsdp.config.words import ROWS_FILES, here, section_fix
+from lit_fsdp.config.words import ELSEWHERE, ROWS_FILES, here, section_fix
 from lit_fsdp.errors import ConfigError
 
 _LISTS = ("trainer.callbacks.", "trainer.logger.", "trainer.plugins.")
@@ -67,8 +68,11 @@ def parser_error(message: str, known: Iterable[str]) -> ConfigError:
         if parent == "model" and name.rpartition(".")[2] in {field.name for field in dataclasses.fields(LoraConfig)}:
             near = f"model.lora.{name.rpartition('.')[2]}"  # unknown to the parser if lora is null
         fix = f"write {near}" if near else "remove it"
-        if Path(name).suffix in (".yaml", ".yml"):
-            fix = f"write --config {name}"
+        fix = ELSEWHERE.get(wanted_key.rpartition(".")[2].replace("-", "_"), fix) if not is_known else fix
+        is_flag = f"--{name}" in message or ": " not in message or "unrecognized" not in message
+        ships, alike = (None, []) if is_flag else shipped_file(name, ".yaml")
+        if Path(name).suffix in (".yaml", ".yml") or ships or any(one.startswith(name) for one in alike):
+            fix = f"write --config {name if ships or not alike else alike[0]}"
         elif f": {name}" in message and (name.endswith(ROWS_FILES) or "/" in name):  # not a flag
             fix = f"write {section_fix('data' if name.endswith(ROWS_FILES) else 'model', name)}"
         if full.startswith("model.preference") and "model.preference" not in every:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shlex
+from collections.abc import Sequence
 
 _S, _LOGGER = "trainer.strategy.init_args", "trainer.logger: {class_path: lightning.pytorch.loggers"
 _KEYS = {
@@ -13,11 +15,13 @@ _KEYS = {
     "trainer.accumulate_grad_batches": "gradient_accumulation_steps gradient_accumulation_iters",
     "trainer.gradient_clip_val": "max_grad_norm clip_grad_norm max_norm grad_clip gradient_clipping",
     "trainer.log_every_n_steps": "logging_steps log_interval", "trainer.accelerator: cpu": "use_cpu no_cuda",
-    "trainer.val_check_interval": "eval_steps eval_interval eval.interval", "trainer.precision: fp32": "fp32",
+    "trainer.val_check_interval": "eval_steps eval_interval eval.interval",
+    "trainer.val_check_interval: 1.0": "eval_strategy evaluation_strategy", f"{_S}.precision: fp32": "fp32",
+    "checkpoint.every_steps: 100": "save_strategy",
     "trainer.limit_val_batches": "eval_iters eval.max_iters", "trainer.num_nodes": "nnodes num_machines nodes",
-    "trainer.devices": "num_gpus n_gpu gpus nproc_per_node num_processes", "trainer.precision: 16-mixed": "fp16",
+    "trainer.devices": "num_gpus n_gpu gpus nproc_per_node num_processes", f"{_S}.precision: 16-mixed": "fp16",
     "trainer.default_root_dir": "output_dir out_dir save_dir run_dir logging_dir",
-    "trainer.precision: bf16-mixed": "bf16 mixed_precision", "trainer.precision": "dtype torch_dtype",
+    f"{_S}.precision: bf16-mixed": "bf16 mixed_precision", f"{_S}.precision": "dtype torch_dtype",
     f"{_LOGGER}.WandbLogger}}": "wandb wandb_project wandb_name report_to log_with logger_name",
     f"{_LOGGER}.TensorBoardLogger}}": "tensorboard", f"{_LOGGER}.CSVLogger}}": "csv",
     f"{_LOGGER}.MLFlowLogger}}": "mlflow mlflow_experiment_name", f"{_S}.compile: true": "torch_compile",
@@ -33,7 +37,8 @@ _KEYS = {
     "model.attn_implementation: flash_attention_2": "flash_attention flash_attn use_flash_attention_2",
     "model.optim.lr": "learning_rate peak_lr max_lr", "model.optim.beta2": "adam_beta2",
     "model.optim.schedule": "lr_scheduler lr_scheduler_type lr_schedule scheduler",
-    "model.optim.warmup_steps": "warmup_ratio lr_warmup_steps num_warmup_steps warmup_iters",
+    "model.optim.warmup_steps": "lr_warmup_steps num_warmup_steps warmup_iters",
+    "model.optim.warmup_steps: 100": "warmup_ratio",
     "model.optim.min_lr_ratio": "min_lr min_lr_rate cosine_min_lr_ratio", "model.lora.alpha": "lora_alpha",
     "model.optim.optimizer: torch.optim.AdamW": "optim optimizer optimizer._component_",
     "model.optim.eps": "adam_epsilon", "model.loss.backend: liger": "use_liger_kernel",
@@ -43,7 +48,8 @@ _KEYS = {
     "model.lora.target_modules: all-linear": "lora_target_linear", "model.lora.use_dora": "use_dora peft_use_dora",
     "model.lora.quantize: nf4": "quantize load_in_4bit quantize_base qlora", "model.add_tokens": "special_tokens",
     "model.class_path: lit_fsdp.PreferenceModule": "rl loss_type", "model.neftune_alpha": "neftune_noise_alpha",
-    "data.train": "dataset datasets dataset_name dataset_path dataset.source dataset._component_ train_file data_files",
+    "data.train": "dataset datasets dataset_name dataset_path dataset.source dataset._component_ train_file data_files "
+    "data.path datasets.path train_path train_data_path",
     "data.val": "validation_file eval_file eval_dataset test_datasets", "data.packing": "sample_packing packed",
     "data.val_split": "val_set_size val_split_fraction", "data.columns": "dataset_text_field column_map",
     "data.chat_template": "chat_template_path chat_template_jinja prompt_style",
@@ -54,10 +60,12 @@ _KEYS = {
     "data.num_workers": "dataloader_num_workers", "data.num_tokenizers": "dataset_num_proc preprocessing_num_workers",
 }  # fmt: skip
 _VERBS = {
-    "fit": "train finetune fine_tune finetune_full finetune_lora sft lora qlora dpo tune pretrain run",
+    "fit": "launch train finetune fine_tune finetune_full finetune_lora sft lora qlora dpo tune pretrain run",
     "validate": "eval evaluate", "generate --model": "chat infer inference serve ask", "doctor": "env",
-    "export --merge": "merge merge_lora", "export --ckpt": "convert_to_hf push upload", "bench": "benchmark",
-    "model prepare": "download", "data inspect": "inspect preprocess tokenize", "plan": "estimate estimate_memory",
+    "export --merge": "merge merge_lora", "export --ckpt": "convert_to_hf convert_from_litgpt merge_weights "
+    "merge_sharded_fsdp_weights push upload", "bench": "benchmark",
+    "model prepare": "download convert_to_litgpt", "data inspect": "inspect preprocess tokenize",
+    "plan": "estimate estimate_memory",
     "recipes ls": "ls list", "recipes cp": "cp copy init", "slurm submit": "submit sbatch",
     "report": "compare diff",
 }  # fmt: skip
@@ -67,6 +75,28 @@ _FLAGS = {
     "--model": "config ckpt ckpt_path checkpoint checkpoint_dir model_name_or_path",
     "--max_new_tokens": "max_tokens max_length",
 }
+_VALUES = {
+    ("report_to", "none"): "trainer.logger: false", ("adapter", "qlora"): "model.lora.quantize: nf4",
+    ("lr_scheduler_type", "polynomial"): "model.optim.schedule: linear",
+    ("lr_scheduler_type", "constant_with_warmup"): "model.optim.schedule: constant",
+    **dict.fromkeys((("optim", f"{name}_8bit") for name in ("adamw", "paged_adamw", "adamw_bnb")),
+                    "model.optim.optimizer: torchao.optim.AdamW8bit"),
+    ("optim", "adafactor"): "model.optim.optimizer: torch.optim.Adafactor",
+    ("optim", "sgd"): "model.optim.optimizer: torch.optim.SGD",
+    **{("fsdp", f"{name} auto_wrap"): f"{_S}.sharding: {name}" for name in ("full_shard", "shard_grad_op")},
+}  # fmt: skip
+"""What a value of another trainer's key means here, where it differs from :data:`HERE`."""
+_CALLBACKS = "add trainer.callbacks: [{class_path: "
+ELSEWHERE = {
+    "deepspeed": "run lit-fsdp convert deepspeed FILE",
+    "push_to_hub": "after the run: lit-fsdp export --ckpt RUN --out FOLDER --push-to-hub NAME",
+    "ema_decay": _CALLBACKS + "lit_fsdp.EMAWeights, init_args: {decay: 0.999}}]",
+    "early_stopping_patience": _CALLBACKS
+    + "lightning.pytorch.callbacks.EarlyStopping, init_args: {monitor: val_loss}}]",
+    "beta": "write model.preference.beta, with model.class_path: lit_fsdp.PreferenceModule",
+    **dict.fromkeys(("do_train", "do_eval", "do_predict"), "remove it: the verb chooses, fit, validate or predict"),
+}
+"""Fixes for keys of other trainers that no single key of a recipe replaces."""
 HERE, VERBS = ({word: ours for ours, words in table.items() for word in words.split()} for table in (_KEYS, _VERBS))
 """Maps a key or verb of another trainer to ours, which may be followed by a value or a flag."""
 _SECTIONS = {"model": "--model.name VALUE", "data": "--data.train VALUE", "model.lora": "model.lora: {}",
@@ -94,3 +124,25 @@ def underscored(word: str) -> str:
     """Replace ``-`` by ``_`` in the flag name of a command-line word, but not in values or user-defined names."""
     names = r"--(data\.(val|test|turns\.roles)(?=\.)|[^=]*)"  # sets and roles below these have user-defined names
     return re.sub(f"^{names}", lambda found: f"--{found[0][2:].replace('-', '_')}", word)
+
+
+def as_flag(fix: str, field: str, argv: Sequence[str]) -> str:
+    """Rewrite ``write KEY: VALUE`` as a flag to paste if ``argv`` gives ``field`` as a flag; other fixes do not change.
+
+    A fix without a value keeps the user's.
+    """
+    found = re.fullmatch(r"(?:write|set) ([\w.]+)(?:: ((?:(?!, or |; ).)+))?", fix)
+    words = [underscored(word) for word in argv]
+    flags = [index for index, word in enumerate(words) if re.match(rf"--{re.escape(field)}(\.class_path)?(=|$)", word)]
+    if not found or not flags:
+        return fix
+    key, value = found.groups()
+    _, equals, own = argv[flags[-1]].partition("=")
+    following = [word for word in argv[flags[-1] + 1 : flags[-1] + 2] if not word.startswith("--")]
+    own = own or (following[0] if following and not equals else "VALUE")
+    if meant := _VALUES.get((field.rpartition(".")[2], own.lower())):
+        key, _, value = meant.partition(": ")
+    value = value or own
+    if key == field.rpartition(".")[2]:
+        key = field
+    return f"write --{key.removesuffix('.class_path') if key.startswith('model.class') else key} {shlex.quote(value)}"

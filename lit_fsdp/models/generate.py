@@ -62,7 +62,10 @@ def _loaded(folder: str, base: str | None) -> tuple[Any, PreTrainedTokenizerBase
     is_adapter = (place / "adapter_config.json").is_file()
     is_known = is_adapter or ((place / "config.json").is_file() and base is None)
     allowed = "a model folder with config.json, or an adapter's with adapter_config.json"
-    require(is_known, "--model", folder, allowed, "name a folder written by export; --base is for adapters")
+    fix = "name a folder written by export; --base is for adapters"
+    if (place / "checkpoints").is_dir() or (place / "manifest.json").is_file():  # of a run
+        fix = f"run lit-fsdp export --ckpt {folder} --out NEW, then lit-fsdp generate --model NEW"
+    require(is_known, "--model", folder, allowed, fix)
     tokenizer = read_tokenizer(folder, trust_remote_code=False)
     dtype = torch.bfloat16 if torch.cuda.is_available() or cpu_has_bf16() else torch.float32
     weights: Any = place

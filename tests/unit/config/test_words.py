@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from lit_fsdp.__main__ import main
 from lit_fsdp.commands import _VERBS, run
 from lit_fsdp.commands.parsing import parse, verb_parser
 from lit_fsdp.config.parser import load_recipe, recipe_parser
@@ -19,7 +21,7 @@ from lit_fsdp.convert.hf_trainer import ARGUMENTS
 from lit_fsdp.convert.tables import Keep
 from lit_fsdp.errors import ConfigError
 
-BASE = ["--model.name=x", "--data.train=r", "--trainer.max_steps=2"]
+BASE = ["--model.name=x", "--data.train=r", "--trainer.max_steps=200"]
 
 
 def refused(act: Any, *args: Any) -> ConfigError:
@@ -44,6 +46,42 @@ def test_every_word_of_another_trainer_is_answered_with_a_key_that_exists():
             read, given = dict(leaves(values)), yaml.safe_load(value)
             if key in read and not key.endswith(("precision", "activation_checkpointing")):
                 assert read[key] == given
+
+
+def test_a_fix_is_a_flag_to_paste_with_the_users_value(capsys: pytest.CaptureFixture[str]):
+    recipe = ["--config", "smollm2-135m_full_fsdp2_2xcpu"]
+    for words, fix in (
+        ("--lr 1e-5", "--model.optim.lr 1e-5"),
+        ("--learning-rate=1e-5", "--model.optim.lr 1e-5"),
+        ("--bf16 true", "--trainer.strategy.init_args.precision bf16-mixed"),
+        ("--bf16", "--trainer.strategy.init_args.precision bf16-mixed"),
+        ("--use_peft", "--model.lora '{}'"),
+        ("--adapter qlora", "--model.lora.quantize nf4"),
+        ("--rl dpo", "--model lit_fsdp.PreferenceModule"),
+        ("--report_to none", "--trainer.logger false"),
+        ("--optim paged_adamw_8bit", "--model.optim.optimizer torchao.optim.AdamW8bit"),
+        ("--lr_scheduler_type constant_with_warmup", "--model.optim.schedule constant"),
+        ("--data.path rows.jsonl", "--data.train rows.jsonl"),
+        ("--trainer.strategy.init_args.engine fsdp3", "--trainer.strategy.init_args.engine fsdp2"),
+        ("--data.train '{source: rows.jsonl}'", "--data.train '[{source: FILE, ...}]'"),
+    ):
+        typed = shlex.split(words)
+        assert main(["fit", *recipe, *typed]) == 2
+        assert capsys.readouterr().err.endswith(f"fix:     write {fix}\n"), words
+        assert main(["fit", *recipe, *typed, "--print_config"]) == 2 or "source" in words  # no rule between values
+        capsys.readouterr()
+        if "FILE" not in fix:
+            again = load_recipe([*recipe, *shlex.split(fix)], "fit")
+            assert again.run.model.name
+    for words, said in (
+        ("--deepspeed ds.json", "run lit-fsdp convert deepspeed FILE"),
+        ("--do_train", "remove it: the verb"),
+        ("smollm2-135m_full_fsdp2_2xcpu", "write --config smollm2-135m_full_fsdp2_2xcpu"),
+        ("smollm2-135m_dpo", "write --config smollm2-135m_dpo_fsdp2_2xcpu"),
+        ("--data.columns={chat: messages}", "write {messages: chat}"),
+    ):
+        assert main(["fit", *recipe, *([words] if "{" in words else words.split())]) == 2
+        assert f"fix:     {said}" in capsys.readouterr().err, words
 
 
 def test_what_is_converted_and_what_is_said_agree():
