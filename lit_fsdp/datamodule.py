@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lit_fsdp.config.data import DEFAULT_BATCH, DataConfig, accumulation_steps
 from lit_fsdp.config.run import check_whole_batches
-from lit_fsdp.config.sections import build, takes_fields
+from lit_fsdp.config.sections import build, refuse_positional, takes_fields
 from lit_fsdp.config.strategy import StrategyConfig
 from lit_fsdp.data.batches import BatchLoader, SampleBatches
 from lit_fsdp.data.encode import RowEncoder
@@ -46,8 +46,9 @@ class CausalLMDataModule(LightningDataModule):
     num_embeddings: int | None = None  # larger token ids raise DataError; None: the module's value, if any
 
     @takes_fields(DataConfig)
-    def __init__(self, **kwargs: Any) -> None:
+    def __init__(self, *sources: Any, **kwargs: Any) -> None:
         self._init_bases()
+        refuse_positional("CausalLMDataModule", DataConfig, sources)
         kwargs = vars(build(DataConfig, kwargs, "data"))
         self.config = DataConfig(**kwargs)  # jsonargparse finds the recipe's arguments here
         self.prepare_data_per_node = True

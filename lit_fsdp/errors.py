@@ -27,14 +27,25 @@ class ConfigError(ValueError):
         return f"{self.field}: got {self.given}\n  allowed: {self.allowed}{fix}"
 
 
+_FIXES = {
+    "than or equal to the number of the training batches": "set trainer.check_val_every_n_epoch: null, which counts "
+    "batches over epochs, or trainer.val_check_interval: 1.0",
+    "requires a GPU accelerator": "leave trainer.strategy out: that of lit_fsdp trains on CPUs, too, and checks dtypes "
+    "and units, which Lightning's own strategies do not",
+}
+"""Fixes for messages of Lightning by a part of their text."""
+
+
 class RefusedByLightning(ConfigError):
-    """An error of Lightning during setup, with its own message."""
+    """An error of Lightning during setup, with its own message, and a fix for some."""
 
     def __init__(self, error: BaseException) -> None:
-        super().__init__("trainer", " ".join(str(error).split()), "what Lightning's Trainer accepts")
+        text = " ".join(str(error).split())
+        fix = next((fix for part, fix in _FIXES.items() if part in text), "")
+        super().__init__("trainer", text, "what Lightning's Trainer accepts", fix)
 
     def __str__(self) -> str:
-        return f"trainer: {self.given}"
+        return f"trainer: {self.given}" + (f"\n  fix:     {self.fix}" if self.fix else "")
 
 
 def require(ok: Any, field: str, given: Any, allowed: str, fix: str = "") -> None:

@@ -27,7 +27,7 @@ from transformers import PreTrainedTokenizerBase
 from lit_fsdp.checkpoint.manifest import Manifest, read_manifest
 from lit_fsdp.checkpoint.store import load_weights
 from lit_fsdp.config.model import ModelConfig, OptimConfig, schedule_factor
-from lit_fsdp.config.sections import build, takes_fields
+from lit_fsdp.config.sections import build, refuse_positional, takes_fields
 from lit_fsdp.errors import ConfigError, require
 from lit_fsdp.metrics.hardware import is_accelerator, to_device
 from lit_fsdp.metrics.step_metrics import STEP_COUNTS, SumMetric, batch_counts, eval_means, step_metrics
@@ -86,7 +86,7 @@ class CausalLMModule(LightningModule):
     @takes_fields(ModelConfig)
     def __init__(self, *names: Any, **kwargs: Any) -> None:
         self._init_bases()
-        require(not names, "CausalLMModule", ", ".join(map(repr, names)), "arguments by name", "write name=...")
+        refuse_positional("CausalLMModule", ModelConfig, names)
         kwargs = vars(build(ModelConfig, kwargs, "model"))
         self.config = ModelConfig(**kwargs)  # jsonargparse finds the allowed arguments through this call
         require(self.config.name, "model.name", "null", "a hub name, folder, GGUF file or config", "name the model")

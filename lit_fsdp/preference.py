@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from lit_fsdp.config.model import PreferenceModelConfig
-from lit_fsdp.config.sections import build, takes_fields
+from lit_fsdp.config.sections import build, refuse_positional, takes_fields
 from lit_fsdp.data.order import FILLER
 from lit_fsdp.errors import require
 from lit_fsdp.host import cache_root, is_first_process, make_once
@@ -54,7 +54,8 @@ class PreferenceModule(CausalLMModule):
     _divided_by = len(STEP_COUNTS)
 
     @takes_fields(PreferenceModelConfig)
-    def __init__(self, **kwargs: Any) -> None:
+    def __init__(self, *names: Any, **kwargs: Any) -> None:
+        refuse_positional("PreferenceModule", PreferenceModelConfig, names)
         kwargs = vars(build(PreferenceModelConfig, kwargs, "model"))
         super().__init__(**{name: value for name, value in kwargs.items() if name != "preference"})
         self.config = PreferenceModelConfig(**kwargs)  # jsonargparse finds the allowed arguments through this call

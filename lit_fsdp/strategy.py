@@ -14,7 +14,7 @@ from lit_fsdp.checkpoint import store
 from lit_fsdp.checkpoint.manifest import read_manifest
 from lit_fsdp.checkpoint.safetensors_file import read_tensor
 from lit_fsdp.checkpoint.state import with_sharded
-from lit_fsdp.config.sections import build, takes_fields
+from lit_fsdp.config.sections import build, refuse_positional, takes_fields
 from lit_fsdp.config.strategy import StrategyConfig
 from lit_fsdp.parallel.ddp import ReplicatedStrategy
 from lit_fsdp.parallel.fsdp1 import FSDP1Strategy
@@ -24,7 +24,7 @@ _ENGINES: dict[str, Callable[[StrategyConfig], Strategy]] = {"fsdp2": FSDP2Strat
 
 
 @takes_fields(StrategyConfig, Strategy)
-def fsdp_strategy(**kwargs: Any) -> Strategy:
+def fsdp_strategy(*names: Any, **kwargs: Any) -> Strategy:  # noqa: D417 (names are refused)
     """A strategy for Lightning's Trainer that shards any LightningModule, on CPU (gloo) or CUDA (NCCL).
 
     It wraps modules automatically, before the optimizers are configured. Existing weights are broadcast from rank 0;
@@ -36,6 +36,7 @@ def fsdp_strategy(**kwargs: Any) -> Strategy:
     Raises:
         ConfigError: An invalid value, or conflicting values.
     """
+    refuse_positional("fsdp_strategy", StrategyConfig, names)
     config = build(StrategyConfig, kwargs, "fsdp_strategy")
     return _ENGINES.get(config.engine, ReplicatedStrategy)(config)
 

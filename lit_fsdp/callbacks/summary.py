@@ -8,6 +8,8 @@ from pathlib import Path
 from lightning.pytorch import Trainer
 
 from lit_fsdp.callbacks.checkpoint import Checkpoint
+from lit_fsdp.host import GIB
+from lit_fsdp.metrics.hardware import peak_device_bytes
 
 
 def summary_of(trainer: Trainer, verb: str, seconds: float, first_step: int) -> str:
@@ -19,23 +21,31 @@ def summary_of(trainer: Trainer, verb: str, seconds: float, first_step: int) -> 
         seconds: Duration of the verb.
         first_step: Optimizer steps taken before, e.g. by the run that was resumed.
     """
-    folder, took = Path(trainer.default_root_dir), timedelta(seconds=round(seconds))
+    folder, took = Path(trainer.default_root_dir), str(timedelta(seconds=round(seconds)))
+    memory = f", peak memory {peak_device_bytes(trainer.strategy.root_device) / GIB:.2f} GiB per rank"
+    can_export = hasattr(trainer.lightning_module, "read_tensor")
+    if verb != "fit":
+        took = f"of {trainer.ckpt_path} took {took}" if trainer.ckpt_path else f"took {took}"
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
     if verb == "predict":
         path = folder / "predictions.jsonl"
-        return f"predict took {took}" + (f"; predictions: {path}" if path.is_file() else "")
+        return f"predict {took}{memory}" + (f"; predictions: {path}" if path.is_file() else "")
     prefix = {"validate": "val_", "test": "test_"}.get(verb, "")
     shown = [name for name in metrics if name.startswith(prefix)] if prefix else ["train_loss", "val_loss"]
     numbers = "".join(f", {name} {metrics[name]:.4f}" for name in shown if name in metrics)
     if verb != "fit":
-        return f"{verb} took {took}{numbers}; written to {folder / f'{verb}-metrics.csv'}"
+        lines = [f"{verb} {took}{numbers}{memory}; written to {folder / f'{verb}-metrics.csv'}"]
+        if trainer.ckpt_path and can_export:
+            lines.append(f"next: lit-fsdp export --ckpt {trainer.ckpt_path} --out {folder}/export/{verb}")
+        return "\n".join(lines)
     step = trainer.global_step
     if step == first_step:
         by_steps = 0 < trainer.max_steps <= step
         limit, value = ("max_steps", trainer.max_steps) if by_steps else ("max_epochs", trainer.max_epochs)
         more = f"--ckpt_path last --trainer.{limit} {2 * (value or 1)}"
+        if by_steps and 0 < (trainer.max_epochs or -1) <= trainer.current_epoch:
+            more += " --trainer.max_epochs -1"
         return f"already at trainer.{limit} {value}, step {step}: nothing was trained; to train further, add {more}"
-    memory = f", peak memory {metrics['peak_memory_gib']:.2f} GiB per rank" if "peak_memory_gib" in metrics else ""
     done = step - first_step
     lines = [f"{done} step{'s' if done != 1 else ''} in {took}, to step {step}{numbers}{memory}"]
     epochs = trainer.max_epochs or -1
@@ -46,7 +56,7 @@ def summary_of(trainer: Trainer, verb: str, seconds: float, first_step: int) -> 
     for name in ("best", "last"):
         if path_of := getattr(saved, f"{name}_model_path", ""):
             lines.append(f"{name} checkpoint: {path_of}")
-    if isinstance(saved, Checkpoint) and saved.last_model_path and hasattr(trainer.lightning_module, "read_tensor"):
+    if isinstance(saved, Checkpoint) and saved.last_model_path and can_export:
         word = "best" if saved.best_model_path else "last"
         command = f"lit-fsdp export --ckpt {folder}/{word} --out {folder}/export/{word}"
         if saved.exported is not None:

@@ -12,7 +12,7 @@ from lit_fsdp.errors import ConfigError
 _GROUPS = {
     "set up": {
         "recipes": "list, show or copy the included recipes and fragments",
-        "convert": "convert an Accelerate, Transformers or DeepSpeed config to a recipe",
+        "convert": "convert configs: Accelerate, Trainer, DeepSpeed, Axolotl, torchtune",
         "doctor": "check this machine, or all nodes of a job: devices, disks, network",
     },
     "check before a run": {

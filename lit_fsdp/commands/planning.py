@@ -143,12 +143,14 @@ def run_plan(argv: Sequence[str]) -> int:
         verdict = "fits" if too_much <= 0 else f"does not fit: {too_much:.1f} GiB too much"
         lines.append(f"this recipe on a host of {host_gib:g} GiB: {verdict}")
     if taken is not None:
+        kinds = {"communication": "communication", "copies": "copying from and to the host"}
+        moved = " and ".join(f"{taken[kind]:.2f} s {text}" for kind, text in kinds.items() if taken[kind])
+        rate = f" (a node sends {memory.NETWORK_GB_PER_SECOND:g} GB/s)"
         lines.append(
             f"{taken['compute'] + taken['exposed'] + taken['host']:.3g} seconds per step: {taken['compute']:.3g} "
             f"computing at {memory.PEAK_SHARE:.0%} of the peak, {taken['host']:.3g} waiting and stepping on the host; "
-            f"{taken['exposed']:.3g} s of {taken['communication']:.3g} s communication (a node sends "
-            f"{memory.NETWORK_GB_PER_SECOND:g} GB/s) and {taken['copies']:.3g} s copying from and to the host is "
-            f"exposed; {taken['tokens_per_second']:,.0f} tokens/s"
+            + (f"{taken['exposed']:.2f} s of {moved} is exposed{rate}; " if moved else "")
+            + f"{taken['tokens_per_second']:,.0f} tokens/s"
         )
     elif gpu is not None:
         lines.append("seconds per step: unknown FLOPs of this architecture, or unknown rate of this precision")
@@ -168,6 +170,9 @@ def run_plan(argv: Sequence[str]) -> int:
     if best is not None:
         changes = "".join(f"\n  {flag}" for flag in search.flags_of(best["changes"])) or " (same as the recipe)"
         needs = f", {best['host'] / 2**30:.0f} GiB of host memory per node" if "cpu_offload" in best["choice"] else ""
+        rate = best["tokens_per_second"]
+        if rate is not None and taken is not None:
+            needs += f", {rate:,.0f} tokens/s ({rate / taken['tokens_per_second']:.2f} × the recipe's)"
         lines.append(f"recommended: {best['choice']}, micro-batch {best['micro_batch_size']}{needs}{changes}")
         if not options.search:
             lines.append("add --search for all choices, their host memory, and adapters (LoRA, QLoRA)")

@@ -66,6 +66,13 @@ def takes_fields(section: type[Any], returns: Any = None) -> Callable[[F], F]:
     return describe
 
 
+def refuse_positional(name: str, section: type[Any], given: tuple[Any, ...]) -> None:
+    """Raise :class:`ConfigError` for positional arguments of a function that passes its arguments to ``section``."""
+    first = dataclasses.fields(section)[0].name
+    fix = f"write {name}({first}={given[0]!r})" if given else ""
+    require(not given, name, ", ".join(map(repr, given)), "arguments by name", fix)
+
+
 def _texts_of(section: type[Any]) -> dict[str, str]:
     """The docstrings of a dataclass's fields, read from the source because Python does not keep them."""
     found: dict[str, str] = {}

@@ -130,7 +130,7 @@ def _held_out(rows: TokenizedRows, val_split: float) -> np.ndarray:
         if chosen.all() or not chosen.any():
             chosen = rows.keys < rows.keys.max() if chosen.all() else rows.keys == rows.keys.min()
             taken = f"{int(chosen[firsts].sum())} of {len(firsts)} rows"
-            if is_first_process():
+            if is_first_process() and len(firsts) > 1:
                 say_once(f"data.val_split {val_split} takes {taken}: each split needs at least one row")
     else:
         lowest = np.sort(rows.keys[firsts])[: int(val_split)]
@@ -138,7 +138,8 @@ def _held_out(rows: TokenizedRows, val_split: float) -> np.ndarray:
     if chosen.all() or not chosen.any():
         raise DataError(
             f"data.val_split {val_split} takes {int(chosen[firsts].sum())} of {len(firsts)} rows\n"
-            "  allowed: a share or number that leaves rows for both training and validation"
+            "  allowed: a share or number that leaves rows for both training and validation\n"
+            "  fix:     set data.val_split: null, or add different rows"
         )
     return np.asarray(chosen)
 

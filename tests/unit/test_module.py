@@ -16,6 +16,7 @@ from lit_fsdp.datamodule import CausalLMDataModule
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.module import CausalLMModule
 from lit_fsdp.preference import PreferenceModule
+from lit_fsdp.strategy import fsdp_strategy
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*LeafSpec.* is deprecated:FutureWarning",  # Lightning's own use of torch's pytree
@@ -199,7 +200,14 @@ def test_hooks_that_move_batches_are_left_to_data_modules():
 
 
 def test_arguments_have_names():
-    with pytest.raises(ConfigError, match=r"CausalLMModule: got 'gpt2'(?s:.*)write name="):
+    for make, given, fix in (
+        (PreferenceModule, "gpt2", r"PreferenceModule\(name='gpt2'\)"),
+        (CausalLMDataModule, "rows.jsonl", r"CausalLMDataModule\(train='rows.jsonl'\)"),
+        (fsdp_strategy, "fsdp2", r"fsdp_strategy\(engine='fsdp2'\)"),
+    ):
+        with pytest.raises(ConfigError, match=f"write {fix}"):
+            make(given)
+    with pytest.raises(ConfigError, match=r"CausalLMModule: got 'gpt2'(?s:.*)write CausalLMModule\(name='gpt2'\)"):
         CausalLMModule("gpt2")
 
 

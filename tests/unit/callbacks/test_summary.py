@@ -6,13 +6,22 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+import torch
+
 from lit_fsdp.callbacks.checkpoint import Checkpoint
 from lit_fsdp.callbacks.summary import summary_of
 
 
+@pytest.fixture(autouse=True)
+def _peak(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("lit_fsdp.callbacks.summary.peak_device_bytes", lambda device: 2 << 30)
+
+
 def _trainer(folder: Path, **given: Any) -> Any:
-    metrics = {"train_loss": 0.25, "val_loss": 0.5, "lr": 1e-3, "test_loss": 0.75, "peak_memory_gib": 2.0}
-    limits = {"global_step": 60, "max_steps": 60, "max_epochs": None, "checkpoint_callback": None}
+    metrics = {"train_loss": 0.25, "val_loss": 0.5, "lr": 1e-3, "test_loss": 0.75}
+    limits = {"global_step": 60, "max_steps": 60, "max_epochs": None, "checkpoint_callback": None, "ckpt_path": None}
+    limits |= {"strategy": SimpleNamespace(root_device=torch.device("cpu"))}
     module = SimpleNamespace(read_tensor=None)
     return SimpleNamespace(
         **{"default_root_dir": str(folder), "callback_metrics": metrics, "lightning_module": module, **limits, **given}
@@ -40,6 +49,8 @@ def test_a_finished_run_says_how_to_train_further(tmp_path: Path):
     by_steps = summary_of(_trainer(tmp_path), "fit", 1, 60)
     assert by_steps.startswith("already at trainer.max_steps 60, step 60: nothing was trained")
     assert by_steps.endswith("add --ckpt_path last --trainer.max_steps 120")
+    both = _trainer(tmp_path, max_epochs=2, current_epoch=2)
+    assert summary_of(both, "fit", 1, 60).endswith("--trainer.max_steps 120 --trainer.max_epochs -1")
     by_epochs = summary_of(_trainer(tmp_path, max_steps=-1, max_epochs=3), "fit", 1, 60)
     assert by_epochs.endswith("add --ckpt_path last --trainer.max_epochs 6")
 
@@ -54,9 +65,15 @@ def test_a_fit_that_epochs_ended_before_max_steps_says_so(tmp_path: Path):
 def test_the_other_verbs_name_their_numbers_and_files(tmp_path: Path):
     trainer = _trainer(tmp_path)
     assert summary_of(trainer, "validate", 2, 0) == (
-        f"validate took 0:00:02, val_loss 0.5000; written to {tmp_path}/validate-metrics.csv"
+        f"validate took 0:00:02, val_loss 0.5000, peak memory 2.00 GiB per rank; "
+        f"written to {tmp_path}/validate-metrics.csv"
     )
+    trainer.ckpt_path = "run/checkpoints/step-00000050"
+    said, following = summary_of(trainer, "validate", 2, 0).splitlines()
+    assert said.startswith("validate of run/checkpoints/step-00000050 took 0:00:02, val_loss 0.5000, peak")
+    assert following == f"next: lit-fsdp export --ckpt {trainer.ckpt_path} --out {tmp_path}/export/validate"
+    trainer.ckpt_path = None
     assert "test_loss 0.7500" in summary_of(trainer, "test", 2, 0)
-    assert summary_of(trainer, "predict", 2, 0) == "predict took 0:00:02"
+    assert summary_of(trainer, "predict", 2, 0) == "predict took 0:00:02, peak memory 2.00 GiB per rank"
     (tmp_path / "predictions.jsonl").touch()
     assert summary_of(trainer, "predict", 2, 0).endswith(f"predictions: {tmp_path}/predictions.jsonl")
