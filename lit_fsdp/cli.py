@@ -63,6 +63,12 @@ from lit_fsdp.report.page import report_of
 from lit_fsdp.signals import SIGNAL_FLAGS
 
 _STAGES = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "predict": ("predict",)}
+_TEXTS = {
+    "fit": "Train a model with a recipe.",
+    "validate": "Compute loss, perplexity and token accuracy on data.val.",
+    "test": "Compute loss, perplexity and token accuracy on data.test.",
+    "predict": "Score every row of data.predict into predictions.jsonl.",
+}
 _REFUSALS = (MisconfigurationException, ModuleNotFoundError, ValueError, TypeError)
 """Exceptions that Lightning raises for invalid values."""
 
@@ -94,6 +100,7 @@ class RecipeCLI(LightningCLI):
         usage = "--config RECIPE.yaml [--key value ...] [options]"  # instead of three screens of keys
         for verb in self.subcommands() if kwargs.get("run", True) else ():
             strict[verb] = {"allow_abbrev": False, "exit_on_error": False, "usage": f"lit-fsdp {verb} {usage}"}
+            strict[verb] |= {"description": _TEXTS[verb]} if verb in _TEXTS else {}  # Lightning's stop in mid-sentence
         kwargs["parser_kwargs"] = {"prog": "lit-fsdp", **strict} | (kwargs.get("parser_kwargs") or {})
         own = {"seed_everything_default": 0, "load_from_checkpoint_support": False}
 

@@ -15,7 +15,7 @@ from lit_fsdp.host import heavy_imports, size_words
 def run_export(argv: Sequence[str]) -> int:
     """Run ``lit-fsdp export`` and return the exit code."""
     text = "Convert a sharded or full checkpoint to a folder that transformers can load."
-    example = "lit-fsdp export --ckpt runs/smoke/checkpoints/step-00000004 --out model"
+    example = "lit-fsdp export --ckpt runs/smoke/last --out model"
     parser = verb_parser("export", text, example)
     text = "run folder (its last checkpoint), RUN/last, RUN/best, RUN/STEP, or a checkpoint folder"
     parser.add_argument("--ckpt", required=True, type=Path, help=text)

@@ -62,6 +62,8 @@ def test_the_example_of_every_verb(capsys: pytest.CaptureFixture[str], monkeypat
             assert flag not in ("--config", "-c") or Path(file).is_file()
     assert Path("my.yaml").read_text() == (ROOT / "recipes/smollm2-135m_full_fsdp2_2xcpu.yaml").read_text()
     for verb, example in training.EXAMPLES.items():
+        assert training.run_training_verb(verb, ["--help"]) == 0
+        assert capsys.readouterr().out.splitlines()[2].endswith(".")  # of Lightning's docstring only a part of it
         _, words = example_of(example_lines(example).splitlines(), verb)
         assert load_recipe(words[1:], verb).run.model.name
 
