@@ -51,9 +51,9 @@ def shipped_files(kind: Literal["configs", "recipes"], *suffixes: str) -> dict[s
 def shipped_file(name: str, *suffixes: str) -> tuple[Path | None, list[str]]:
     """The recipe or config with this name, and similar names: those with this prefix, recipes first, or close matches.
 
-    ``.yaml`` and everything up to ``recipes/`` or ``configs/`` are optional.
+    ``.yaml`` and everything up to ``recipes/`` or ``configs/`` are optional; similar names may differ in case.
     """
     recipes, configs = shipped_files("recipes", ".yaml"), shipped_files("configs", *suffixes)
     known, plain = {**configs, **recipes}, re.sub(r"^(.*/)?(recipes|configs)/|\.(yaml|json)$", "", name)
-    near = [one for one in (*recipes, *configs) if one.startswith(plain)] if plain else []
+    near = [one for one in (*recipes, *configs) if one.lower().startswith(plain.lower())] if plain else []
     return known.get(plain), near or difflib.get_close_matches(plain, known, n=3)

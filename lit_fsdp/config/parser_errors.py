@@ -71,7 +71,7 @@ def parser_error(message: str, known: Iterable[str]) -> ConfigError:
         fix = ELSEWHERE.get(wanted_key.rpartition(".")[2].replace("-", "_"), fix) if not is_known else fix
         is_flag = f"--{name}" in message or ": " not in message or "unrecognized" not in message
         ships, alike = (None, []) if is_flag else shipped_file(name, ".yaml")
-        if Path(name).suffix in (".yaml", ".yml") or ships or any(one.startswith(name) for one in alike):
+        if Path(name).suffix in (".yaml", ".yml") or ships or any(one.lower().startswith(name.lower()) for one in alike):
             fix = f"write --config {name if ships or not alike else alike[0]}"
         elif f": {name}" in message and (name.endswith(ROWS_FILES) or "/" in name):  # not a flag
             fix = f"write {section_fix('data' if name.endswith(ROWS_FILES) else 'model', name)}"
