@@ -69,11 +69,12 @@ def parser_error(message: str, known: Iterable[str]) -> ConfigError:
             near = f"model.lora.{name.rpartition('.')[2]}"  # unknown to the parser if lora is null
         fix = f"write {near}" if near else "remove it"
         fix = ELSEWHERE.get(wanted_key.rpartition(".")[2].replace("-", "_"), fix) if not is_known else fix
-        is_flag = f"--{name}" in message or ": " not in message or "unrecognized" not in message
-        ships, alike = (None, []) if is_flag else shipped_file(name, ".yaml")
-        if Path(name).suffix in (".yaml", ".yml") or ships or any(one.lower().startswith(name.lower()) for one in alike):
+        is_word = f": {name}" in message  # not a flag
+        ships, alike = shipped_file(name, ".yaml") if is_word else (None, [])
+        alike = [one for one in alike if one.lower().startswith(name.lower())]
+        if Path(name).suffix in (".yaml", ".yml") or ships or alike:
             fix = f"write --config {name if ships or not alike else alike[0]}"
-        elif f": {name}" in message and (name.endswith(ROWS_FILES) or "/" in name):  # not a flag
+        elif is_word and (name.endswith(ROWS_FILES) or "/" in name):
             fix = f"write {section_fix('data' if name.endswith(ROWS_FILES) else 'model', name)}"
         if full.startswith("model.preference") and "model.preference" not in every:
             fix = f"set model.class_path: {PREFERENCE}"
