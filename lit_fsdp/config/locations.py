@@ -55,5 +55,6 @@ def shipped_file(name: str, *suffixes: str) -> tuple[Path | None, list[str]]:
     """
     recipes, configs = shipped_files("recipes", ".yaml"), shipped_files("configs", *suffixes)
     known, plain = {**configs, **recipes}, re.sub(r"^(.*/)?(recipes|configs)/|\.(yaml|json)$", "", name)
-    near = [one for one in (*recipes, *configs) if one.lower().startswith(plain.lower())] if plain else []
-    return known.get(plain), near or difflib.get_close_matches(plain, known, n=3)
+    every = (*recipes, *configs) if plain else ()
+    near = [one for one in every if one.startswith(plain)] or difflib.get_close_matches(plain, known, n=3)
+    return known.get(plain), near or [one for one in every if one.lower().startswith(plain.lower())]
