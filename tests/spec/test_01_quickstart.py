@@ -39,5 +39,5 @@ def test_a_wrong_word_is_refused_with_the_right_one(tmp_path: Path) -> None:
     words = ("--trainer.default_root_dir", tmp_path / "run", "--data.max_seq_lenght", "64")
     said = run("fit", "--config", "recipe.yaml", *words, code=2)[1]
     assert said.startswith("error: data.max_seq_lenght: got a key that does not exist")
-    assert said.endswith("fix:     write data.max_seq_length\n")
+    assert said.endswith("fix:     write --data.max_seq_length 64\n")
     assert not (tmp_path / "run").exists()

@@ -112,7 +112,7 @@ def test_what_is_not_known_is_said_and_done_plainly(tiny, caplog):
         assert found.loss_sum.item() == pytest.approx(wanted, rel=1e-6)
         assert len(caplog.records) == 1
         assert said in caplog.text
-    with pytest.raises(ConfigError, match=r"not installed[\s\S]*pip install lit-fsdp\[liger\]"):
+    with pytest.raises(ConfigError, match=r"not installed[\s\S]*pip install 'lit-fsdp\[liger\]'"):
         plan_loss(build_on_meta(tiny("llama"), "eager"), LossConfig(backend="liger"))
 
 
