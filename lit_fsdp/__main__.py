@@ -24,7 +24,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             return run(words)
         except ConfigError as error:
-            error.fix = as_flag(error.fix, error.field, words)
+            from lit_fsdp.config.parser import recipe_keys  # takes a moment
+
+            error.fix = as_flag(error, words, recipe_keys())
             raise
 
     return exit_code_of(act, debug="--debug" in words)

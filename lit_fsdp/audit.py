@@ -44,13 +44,16 @@ def audit_recipe(run: RunConfig) -> dict[str, Any]:
     strategy, model_config, optim = settled_strategy(run), run.model, run.model.optim
     copies, shards = mesh_shape(strategy, run.num_nodes, run.world_size, STRATEGY)
     attention, row = model_config.attn_implementation, strategy.precision_config.row
+    degree = strategy.context_config.degree
+    given, fits = f"{degree} with attention {attention}", degree == 1 or attention not in FLASH_ATTENTION
+    require(fits, f"{STRATEGY}.context_parallel", given, "SDPA", "drop model.attn_implementation")
     if attention in FLASH_ATTENTION:  # its package may be missing here, and parameters do not depend on it
         model_config = dataclasses.replace(model_config, attn_implementation="eager")
     model = build_trainable(resolve_architecture(model_config), model_config)[0]
     fits = attention not in FLASH_ATTENTION or model._supports_flash_attn
     require(fits, "model.attn_implementation", f"{attention} for {model.config.model_type}", "one that it supports")
     module = CausalLMModule(model)
-    if strategy.context_config.degree > 1:
+    if degree > 1:
         context_method(model, strategy.context_config, f"{STRATEGY}.context_parallel")
     if strategy.expert_parallel > 1:
         check_experts(module, strategy.expert_parallel, shards, f"{STRATEGY}.expert_parallel")

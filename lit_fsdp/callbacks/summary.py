@@ -23,7 +23,8 @@ def summary_of(trainer: Trainer, verb: str, seconds: float, first_step: int) -> 
     """
     folder, took = Path(trainer.default_root_dir), str(timedelta(seconds=round(seconds)))
     memory = f", peak memory {peak_device_bytes(trainer.strategy.root_device) / GIB:.2f} GiB per rank"
-    can_export = hasattr(trainer.lightning_module, "read_tensor")
+    saved = trainer.checkpoint_callback
+    can_export = isinstance(saved, Checkpoint) and hasattr(trainer.lightning_module, "read_tensor")
     if verb != "fit":
         took = f"of {trainer.ckpt_path} took {took}" if trainer.ckpt_path else f"took {took}"
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
@@ -52,11 +53,10 @@ def summary_of(trainer: Trainer, verb: str, seconds: float, first_step: int) -> 
     if step < trainer.max_steps and 0 < epochs <= trainer.current_epoch:
         more = f"to train all {trainer.max_steps} steps, set trainer.max_epochs: -1"
         lines.append(f"trainer.max_epochs {epochs} ended the run before trainer.max_steps; {more}")
-    saved = trainer.checkpoint_callback
     for name in ("best", "last"):
         if path_of := getattr(saved, f"{name}_model_path", ""):
             lines.append(f"{name} checkpoint: {path_of}")
-    if isinstance(saved, Checkpoint) and saved.last_model_path and can_export:
+    if isinstance(saved, Checkpoint) and can_export and saved.last_model_path:
         word = "best" if saved.best_model_path else "last"
         command = f"lit-fsdp export --ckpt {folder}/{word} --out {folder}/export/{word}"
         if saved.exported is not None:

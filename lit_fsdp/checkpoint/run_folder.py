@@ -125,7 +125,7 @@ def named_checkpoint(path: Path) -> Path:
     run, word = (path, "last") if (path / FOLDER).is_dir() else (path.parent, path.name)
     is_word = word in ("last", "best") or word.isdecimal()
     if run == Path() and is_word and not path.exists() and not Path(FOLDER).is_dir():
-        runs = [one.parent for one in Path("runs").glob(f"*/{FOLDER}")]
+        runs = [one.parent for one in Path("runs").glob(f"*/{FOLDER}") if (one.parent / "recipe.yaml").is_file()]
         newest = max(runs, key=lambda one: one.stat().st_mtime, default=Path("RUN"))
         raise ConfigError("--ckpt", word, "RUN, RUN/last, RUN/best or RUN/STEP", f"write --ckpt {newest}/{word}")
     if (path.exists() and run != path) or not (run / FOLDER).is_dir():

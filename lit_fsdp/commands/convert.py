@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,7 +27,9 @@ def run_convert(argv: Sequence[str]) -> int:
     parser.add_argument("--num_nodes", type=int, default=1, help="nodes of the run, if the file does not specify them")
     parser.add_argument("--allow-differences", action="store_true", help="write it even if it trains differently")
     options = parse(parser, argv)
-    fix = f"write lit-fsdp convert {_MEANT.get(options.format.lower(), FORMATS[0])} {options.file}"
+    name = options.format.lower()
+    near = [_MEANT[name]] if name in _MEANT else difflib.get_close_matches(name, FORMATS, n=1)
+    fix = f"write lit-fsdp convert {near[0]} {options.file}" if near else ""
     require(options.format in FORMATS, "lit-fsdp convert", options.format, " | ".join(FORMATS), fix)
     conversion = convert_file(options.format, options.file, options.ranks, options.num_nodes)
     for fate in conversion.fates:

@@ -152,6 +152,11 @@ def load_recipe(argv: Sequence[str], verb: str, also: Sequence[str] = ()) -> Loa
     return LoadedRecipe(run, values, line.files)
 
 
+def recipe_keys() -> set[str]:
+    """The keys of a recipe with our own classes."""
+    return {action.dest for action in _recipe_parser(frozenset(), False)._actions}
+
+
 def check_keys(argv: Sequence[str]) -> None:
     """Reject keys that do not exist, and values of a wrong type, without the rules between them."""
     _parsed(read_command_line(argv), ())

@@ -16,7 +16,7 @@ from jsonargparse import ArgumentParser, Namespace
 from lit_fsdp.config.command_line import PREFERENCE, TRUSTED
 from lit_fsdp.config.locations import shipped_file
 from lit_fsdp.config.model import LoraConfig
-from lit_fsdp.config.words import ELSEWHERE, ROWS_FILES, here, section_fix
+from lit_fsdp.config.words import ELSEWHERE, ROWS_FILES, UNKNOWN_KEY, here, section_fix
 from lit_fsdp.errors import ConfigError
 
 _LISTS = ("trainer.callbacks.", "trainer.logger.", "trainer.plugins.")
@@ -73,15 +73,15 @@ def parser_error(message: str, known: Iterable[str]) -> ConfigError:
         ships, alike = shipped_file(name, ".yaml") if is_word else (None, [])
         alike = [one for one in alike if one.lower().startswith(name.lower())]
         if Path(name).suffix in (".yaml", ".yml") or ships or alike:
-            fix = f"write --config {name if ships or not alike else alike[0]}"
+            fix = f"write --config {name if ships or not alike or Path(name).is_file() else alike[0]}"
         elif is_word and (name.endswith(ROWS_FILES) or "/" in name):
             fix = f"write {section_fix('data' if name.endswith(ROWS_FILES) else 'model', name)}"
         if full.startswith("model.preference") and "model.preference" not in every:
             fix = f"set model.class_path: {PREFERENCE}"
         names = ", ".join(one.rpartition(".")[2] for one in beside)
         if not names:  # of a foreign class
-            return ConfigError(full, "a key that does not exist", "an argument of that class", "remove it")
-        return ConfigError(full, "a key that does not exist", f"one of {names}", fix)
+            return ConfigError(full, UNKNOWN_KEY, "an argument of that class", "remove it")
+        return ConfigError(full, UNKNOWN_KEY, f"one of {names}", fix)
     whole = re.search(r"Unable to load config '(.*?)'\n|thus '?(.*?)'? is not accepted as class_path", message)
     if whole:
         names = ", ".join(one.rpartition(".")[2] for one in sorted(every) if one.rpartition(".")[0] == key)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
+from lit_fsdp.errors import ConfigError
+
+UNKNOWN_KEY = "a key that does not exist"
 _S, _LOGGER = "trainer.strategy.init_args", "trainer.logger: {class_path: lightning.pytorch.loggers"
 _KEYS = {
     "seed_everything": "seed random_seed", "data.cache_dir": "dataset_prepared_path",
@@ -77,12 +81,14 @@ _FLAGS = {
 }
 _VALUES = {
     ("report_to", "none"): "trainer.logger: false", ("adapter", "qlora"): "model.lora.quantize: nf4",
+    **{(key, name.lower().removesuffix("logger")): f"{_LOGGER}.{name}}}" for key in ("report_to", "log_with")
+       for name in ("TensorBoardLogger", "MLFlowLogger", "CSVLogger", "WandbLogger")},
+    ("mixed_precision", "fp16"): f"{_S}.precision: 16-mixed", ("mixed_precision", "no"): f"{_S}.precision: fp32",
     ("lr_scheduler_type", "polynomial"): "model.optim.schedule: linear",
     ("lr_scheduler_type", "constant_with_warmup"): "model.optim.schedule: constant",
-    **dict.fromkeys((("optim", f"{name}_8bit") for name in ("adamw", "paged_adamw", "adamw_bnb")),
-                    "model.optim.optimizer: torchao.optim.AdamW8bit"),
-    ("optim", "adafactor"): "model.optim.optimizer: torch.optim.Adafactor",
-    ("optim", "sgd"): "model.optim.optimizer: torch.optim.SGD",
+    **{(key, theirs): f"model.optim.optimizer: {ours}" for key in ("optim", "optimizer") for theirs, ours in (
+        *((f"{name}_8bit", "torchao.optim.AdamW8bit") for name in ("adamw", "paged_adamw", "adamw_bnb")),
+        ("adafactor", "torch.optim.Adafactor"), ("sgd", "torch.optim.SGD"))},
     **{("fsdp", f"{name} auto_wrap"): f"{_S}.sharding: {name}" for name in ("full_shard", "shard_grad_op")},
 }  # fmt: skip
 """What a value of another trainer's key means here, where it differs from :data:`HERE`."""
@@ -126,23 +132,39 @@ def underscored(word: str) -> str:
     return re.sub(f"^{names}", lambda found: f"--{found[0][2:].replace('-', '_')}", word)
 
 
-def as_flag(fix: str, field: str, argv: Sequence[str]) -> str:
-    """Rewrite ``write KEY: VALUE`` as a flag to paste if ``argv`` gives ``field`` as a flag; other fixes do not change.
+_OTHER_MEANING = "min_lr fsdp fsdp_version distributed_type sharding_strategy fsdp_sharding_strategy dataset_text_field"
+"""Keys whose values mean something else here."""
+_LOSSES = ("ipo", "orpo", "simpo")
 
-    A fix without a value keeps the user's.
+
+def as_flag(error: ConfigError, argv: Sequence[str], known: Collection[str]) -> str:
+    """Rewrite the fix ``write KEY: VALUE`` as a flag to paste if ``argv`` gives the field as a flag, else return it.
+
+    A fix without a value keeps the user's, if the field is a key of another trainer or a misspelled one. ``known`` are
+    the keys that exist.
     """
-    found = re.fullmatch(r"(?:write|set) ([\w.]+)(?:: ((?:(?!, or |; ).)+))?", fix)
-    words = [underscored(word) for word in argv]
-    flags = [index for index, word in enumerate(words) if re.match(rf"--{re.escape(field)}(\.class_path)?(=|$)", word)]
+    fix, field, is_unknown = error.fix, error.field, error.given == UNKNOWN_KEY
+    found = re.fullmatch(r"(?:write|set) ([\w.]+)(?:: ([\[{].*|[^\s,;]+))?", fix)
+    words, own_key = [underscored(word) for word in argv], field.rpartition(".")[2].replace("-", "_")
+    flags = [index for index, word in enumerate(words) if re.match(rf"--{re.escape(field)}(=|$)", word)]
     if not found or not flags:
         return fix
-    key, value = found.groups()
+    key, value = found[1], (found[2] or "").strip("'\"")
+    beside = f"{field.rpartition('.')[0]}.{key}"
+    key = next(
+        (one for one in (key, beside) if one in known or one.startswith(("model.lora.", "model.class_path"))), ""
+    )
     _, equals, own = argv[flags[-1]].partition("=")
-    following = [word for word in argv[flags[-1] + 1 : flags[-1] + 2] if not word.startswith("--")]
-    own = own or (following[0] if following and not equals else "VALUE")
-    if meant := _VALUES.get((field.rpartition(".")[2], own.lower())):
+    following = list(itertools.takewhile(lambda word: not word.startswith("--"), argv[flags[-1] + 1 :]))
+    if not equals:
+        own = f"[{','.join(following)}]" if len(following) > 1 else "".join(following)
+    if meant := _VALUES.get((own_key, own.lower())):
         key, _, value = meant.partition(": ")
-    value = value or own
-    if key == field.rpartition(".")[2]:
-        key = field
-    return f"write --{key.removesuffix('.class_path') if key.startswith('model.class') else key} {shlex.quote(value)}"
+    elif value and key != field and own.lower() in ("false", "no", "none", "null", "off", "0"):
+        return "remove it"
+    if not key or (not value and (not is_unknown or own_key in _OTHER_MEANING.split())):
+        return fix
+    value = shlex.quote(value or own or "VALUE")
+    if key == "model.class_path":
+        return f"write --model {value}" + (f" --model.preference.loss {own.lower()}" if own.lower() in _LOSSES else "")
+    return f"write --{key} {value}"

@@ -8,6 +8,7 @@ import difflib
 import inspect
 import logging
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -27,6 +28,7 @@ ROPE_OF_A_MODEL = ("rope_theta", "partial_rotary_factor")
 _STRETCHED = ("llama3", "yarn", "longrope")  # their scaling depends on the original length
 _NOT_HERE = {*PretrainedConfig().to_dict(), *ROPE_OF_A_MODEL, "use_cache", "quantization_config", "auto_map"}
 _SPLITS = ("num_attention_heads", "num_key_value_heads", "head_dim")  # they split weights without changing shapes
+_LEAST = re.compile(r"eps$|coef$|max_position|sliding_window")
 _OF_TRAINING = re.compile("drop|router|aux_loss")
 
 
@@ -99,14 +101,12 @@ def check_overrides(saved: Mapping[str, Any] | None, now: Mapping[str, Any] | No
 def _check_values(text: Any, values: Mapping[str, Any]) -> None:
     """Refuse unknown activations, and numbers below what any model can compute with, which transformers accepts."""
     for key, value in values.items():
-        is_known = not (isinstance(value, str) and getattr(text, key, None) in ACT2FN) or value in ACT2FN
-        require(is_known, f"{_FIELD}.{key}", value, f"one of {', '.join(sorted(ACT2FN))}")
-        before = getattr(text, key, None)
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or isinstance(before, bool) or (before is not None and before < 0):
-            continue  # such as the id of a token that does not exist
-        least = 1 if key in ("max_position_embeddings", "sliding_window") else 0
-        require(value >= least, f"{_FIELD}.{key}", value, f">= {least}")
+        before, path = getattr(text, key, None), f"{_FIELD}.{key}"
+        if isinstance(before, str) and before in ACT2FN:
+            require(isinstance(value, str) and value in ACT2FN, path, value, f"one of {', '.join(sorted(ACT2FN))}")
+        if isinstance(value, int | float) and (least := _LEAST.search(key)):
+            allowed = 1 if least[0] in ("max_position", "sliding_window") else 0
+            require(value >= allowed, path, value, f">= {allowed}")
 
 
 def _check_experts(text: Any, values: Mapping[str, Any], model: Any) -> None:
@@ -114,12 +114,15 @@ def _check_experts(text: Any, values: Mapping[str, Any], model: Any) -> None:
     chosen, names = getattr(text, "num_experts_per_tok", None), ("num_local_experts", "num_experts", "n_routed_experts")
     experts = next((n for n in (getattr(text, name, None) for name in names) if isinstance(n, int)), None)
     if isinstance(chosen, int) and experts:
-        allowed = f"1 to {experts}, the number of experts"
-        require(1 <= chosen <= experts, f"{_FIELD}.num_experts_per_tok", chosen, allowed)
+        experts += getattr(text, "zero_expert_num", None) or 0  # of LongCat-Flash, which do nothing
+        key = text.attribute_map.get("num_experts_per_tok", "num_experts_per_tok")
+        require(1 <= chosen <= experts, f"{_FIELD}.{key}", chosen, f"1 to {experts}, the number of experts")
     option = "output_router_logits"
     if option in values or "router_aux_loss_coef" in values:
         # in the config class of many models whose code does not read it
-        reads = option in inspect.signature(type(owner_of_head(model) or model).forward).parameters
+        cls = type(owner_of_head(model) or model)
+        reads = option in inspect.signature(cls.forward).parameters
+        reads &= "load_balancing_loss_func" in vars(sys.modules[cls.__module__]) or "transformers" not in cls.__module__
         key = option if values.get(option) else "router_aux_loss_coef"
         given = f"{values.get(key)}, but {text.model_type} computes no router loss"
         require(reads or not values.get(key), f"{_FIELD}.{key}", given, "models whose code computes it", "leave it out")

@@ -69,6 +69,8 @@ def test_the_other_verbs_name_their_numbers_and_files(tmp_path: Path):
         f"written to {tmp_path}/validate-metrics.csv"
     )
     trainer.ckpt_path = "run/checkpoints/step-00000050"
+    assert "next:" not in summary_of(trainer, "validate", 2, 0)  # not our checkpoint
+    trainer.checkpoint_callback = Checkpoint()
     said, following = summary_of(trainer, "validate", 2, 0).splitlines()
     assert said.startswith("validate of run/checkpoints/step-00000050 took 0:00:02, val_loss 0.5000, peak")
     assert following == f"next: lit-fsdp export --ckpt {trainer.ckpt_path} --out {tmp_path}/export/validate"

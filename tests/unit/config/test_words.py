@@ -79,6 +79,14 @@ def test_a_fix_is_a_flag_to_paste_with_the_users_value(capsys: pytest.CaptureFix
         ("smollm2-135m_full_fsdp2_2xcpu", "write --config smollm2-135m_full_fsdp2_2xcpu"),
         ("smollm2-135m_dpo", "write --config smollm2-135m_dpo_fsdp2_2xcpu"),
         ("--data.columns={chat: messages}", "write {messages: chat}"),
+        # values with another meaning, and what is not wanted
+        ("--min_lr 1e-6", "write model.optim.min_lr_ratio\n"),
+        ("--bf16 false", "remove it\n"),
+        ("--mixed_precision fp16", "write --trainer.strategy.init_args.precision 16-mixed\n"),
+        ("--lora_target_modules q_proj v_proj", "write --model.lora.target_modules '[q_proj,v_proj]'\n"),
+        ("--model.optim.decay_ratio 0.5", "write --model.optim.schedule wsd\n"),
+        ("--trainer.limit_train_batches 0.5", "set trainer.max_steps\n"),
+        ("--model.optim.class_path torchao.optim.AdamW4bit", "write torchao.optim.AdamW8bit\n"),
     ):
         assert main(["fit", *recipe, *([words] if "{" in words else words.split())]) == 2
         assert f"fix:     {said}" in capsys.readouterr().err, words

@@ -55,6 +55,8 @@ REFUSED = (
     ("llama", SHORT, {"max_position_embeddings": "long"}, "expected int, got str"),
     ("llama", SHORT, {"attention_dropout": 1.5}, "0 to 1"),
     ("llama", SHORT, {"hidden_act": "swiglu"}, r"overrides\.hidden_act: got swiglu\n.*silu"),
+    ("llama", SHORT, {"hidden_act": 1}, r"overrides\.hidden_act: got 1\n.*silu"),
+    ("gemma3_text", KINDS, {"layer_types": "full_attention"}, "overrides"),
     ("llama", SHORT, {"rms_norm_eps": -1.0}, r"overrides\.rms_norm_eps: got -1.0\n.*>= 0"),
     ("llama", SHORT, {"max_position_embeddings": 0}, ">= 1"),
     ("mixtral", {}, {"num_experts_per_tok": 5}, r"overrides\.num_experts_per_tok: got 5\n.*1 to 4"),
