@@ -152,7 +152,7 @@ def test_refused_at_once_without_torch(tmp_path: Path) -> None:
     """One of each kind of refusal; tests/configs has all of them."""
     (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')\n")
     for words, code, needles in (
-        (["--model.optim.warmup", "1"], 2, ["model.optim.warmup: got a key", "write model.optim.warmup_steps"]),
+        (["--model.optim.warmup", "1"], 2, ["model.optim.warmup: got a key", "write --model.optim.warmup_steps 1"]),
         (["--data.micro_batch_size", "3"], 2, ["got 4 with micro_batch_size 3 on 2 ranks", "set global_batch_size: 6"]),
         (["--ckpt_path", "last"], 1, ["no complete checkpoint in other/checkpoints; in other: nothing"]),
     ):

@@ -133,7 +133,7 @@ def test_what_does_not_fit_is_refused_before_a_process_starts(tiny_model: Path, 
     for strategy, words in [
         ({"engine": "ddp", "context_parallel": 2}, "context_parallel: got above 1 with ddp"),
         ({"engine": "fsdp1", "context_parallel": 2}, "context_parallel: got above 1 with fsdp1"),
-        ({"context_parallel": 0}, "degree: got 0"),
+        ({"context_parallel": 0}, "context_parallel: got 0"),
         ({"context_parallel": 2, "sharding": "no_shard"}, "context_parallel: got above 1 with no_shard"),
         ({"context_parallel": 2, "compile": True}, "context_parallel: got above 1 with compile: true"),
     ]:
