@@ -111,12 +111,13 @@ def _check_values(text: Any, values: Mapping[str, Any]) -> None:
 
 def _check_experts(text: Any, values: Mapping[str, Any], model: Any) -> None:
     """Refuse more choices than experts, and options of the router's loss in models that compute none."""
-    chosen, names = getattr(text, "num_experts_per_tok", None), ("num_local_experts", "num_experts", "n_routed_experts")
-    experts = next((n for n in (getattr(text, name, None) for name in names) if isinstance(n, int)), None)
-    if isinstance(chosen, int) and experts:
-        experts += getattr(text, "zero_expert_num", None) or 0  # of LongCat-Flash, which do nothing
-        key = text.attribute_map.get("num_experts_per_tok", "num_experts_per_tok")
-        require(1 <= chosen <= experts, f"{_FIELD}.{key}", chosen, f"1 to {experts}, the number of experts")
+    names = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+    experts = next((n for n in (getattr(text, name, None) for name in names) if isinstance(n, int)), 0)
+    experts += getattr(text, "zero_expert_num", None) or 0  # of LongCat-Flash, which do nothing
+    for name in ("num_experts_per_tok", "top_k_experts", "moe_topk"):
+        if experts and isinstance(chosen := getattr(text, name, None), int):
+            key = text.attribute_map.get(name, name)
+            require(1 <= chosen <= experts, f"{_FIELD}.{key}", chosen, f"1 to {experts}, the number of experts")
     option = "output_router_logits"
     if option in values or "router_aux_loss_coef" in values:
         # in the config class of many models whose code does not read it

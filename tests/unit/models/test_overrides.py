@@ -60,6 +60,7 @@ REFUSED = (
     ("llama", SHORT, {"rms_norm_eps": -1.0}, r"overrides\.rms_norm_eps: got -1.0\n.*>= 0"),
     ("llama", SHORT, {"max_position_embeddings": 0}, ">= 1"),
     ("mixtral", {}, {"num_experts_per_tok": 5}, r"overrides\.num_experts_per_tok: got 5\n.*1 to 4"),
+    ("aria_text", {}, {"moe_topk": 99}, "1 to 8"),
     ("mixtral", {}, {"router_aux_loss_coef": -0.1}, ">= 0"),
     ("mixtral", {}, {"router_aux_loss_coef": 0.1}, "add output_router_logits: true"),
     ("deepseek_v3", {}, {"output_router_logits": True}, "deepseek_v3 computes no router loss|cannot be overr"),
