@@ -30,8 +30,8 @@ class ConfigError(ValueError):
 _FIXES = {
     "than or equal to the number of the training batches": "set trainer.check_val_every_n_epoch: null, which counts "
     "batches over epochs, or trainer.val_check_interval: 1.0",
-    "requires a GPU accelerator": "leave trainer.strategy out: that of lit_fsdp trains on CPUs, too, and checks dtypes "
-    "and units, which Lightning's own strategies do not",
+    "requires a GPU accelerator": "leave trainer.strategy out: lit_fsdp's own strategy also trains on CPUs, and checks "
+    "dtypes and units, which Lightning's strategies do not",
 }
 """Fixes for messages of Lightning by a part of their text."""
 

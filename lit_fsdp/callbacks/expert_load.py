@@ -92,9 +92,8 @@ class ExpertLoad(Callback):
     ) -> None:
         if not module.training:
             return
-        chosen_NK = kwargs[name] if name in kwargs else args[place]
-        chosen_NK, real_N = chosen_NK.flatten(0, -2), self._is_real_N
+        chosen_NK = (kwargs[name] if name in kwargs else args[place]).flatten(0, -2)
         ones = torch.ones_like(chosen_NK, dtype=counts_E.dtype)
-        if real_N is not None and len(real_N) == len(chosen_NK):
-            ones = ones * real_N.unsqueeze(-1)
+        if self._is_real_N is not None and len(self._is_real_N) == len(chosen_NK):
+            ones *= self._is_real_N.unsqueeze(-1)
         counts_E.scatter_add_(0, chosen_NK.flatten(), ones.flatten())

@@ -24,7 +24,7 @@ def summary_of(trainer: Trainer, verb: str, seconds: float, first_step: int) -> 
     folder, took = Path(trainer.default_root_dir), str(timedelta(seconds=round(seconds)))
     memory = f", peak memory {peak_device_bytes(trainer.strategy.root_device) / GIB:.2f} GiB per rank"
     saved = trainer.checkpoint_callback
-    can_export = isinstance(saved, Checkpoint) and hasattr(trainer.lightning_module, "read_tensor")
+    can_export = hasattr(trainer.lightning_module, "read_tensor")
     if verb != "fit":
         took = f"of {trainer.ckpt_path} took {took}" if trainer.ckpt_path else f"took {took}"
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
@@ -36,20 +36,19 @@ def summary_of(trainer: Trainer, verb: str, seconds: float, first_step: int) -> 
     numbers = "".join(f", {name} {metrics[name]:.4f}" for name in shown if name in metrics)
     if verb != "fit":
         lines = [f"{verb} {took}{numbers}{memory}; written to {folder / f'{verb}-metrics.csv'}"]
-        if trainer.ckpt_path and can_export:
+        if trainer.ckpt_path and isinstance(saved, Checkpoint) and can_export:
             lines.append(f"next: lit-fsdp export --ckpt {trainer.ckpt_path} --out {folder}/export/{verb}")
         return "\n".join(lines)
-    step = trainer.global_step
+    step, epochs = trainer.global_step, trainer.max_epochs or -1
     if step == first_step:
         by_steps = 0 < trainer.max_steps <= step
         limit, value = ("max_steps", trainer.max_steps) if by_steps else ("max_epochs", trainer.max_epochs)
         more = f"--ckpt_path last --trainer.{limit} {2 * (value or 1)}"
-        if by_steps and 0 < (trainer.max_epochs or -1) <= trainer.current_epoch:
+        if by_steps and 0 < epochs <= trainer.current_epoch:
             more += " --trainer.max_epochs -1"
         return f"already at trainer.{limit} {value}, step {step}: nothing was trained; to train further, add {more}"
     done = step - first_step
     lines = [f"{done} step{'s' if done != 1 else ''} in {took}, to step {step}{numbers}{memory}"]
-    epochs = trainer.max_epochs or -1
     if step < trainer.max_steps and 0 < epochs <= trainer.current_epoch:
         more = f"to train all {trainer.max_steps} steps, set trainer.max_epochs: -1"
         lines.append(f"trainer.max_epochs {epochs} ended the run before trainer.max_steps; {more}")

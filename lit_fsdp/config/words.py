@@ -100,7 +100,7 @@ ELSEWHERE = {
     "early_stopping_patience": _CALLBACKS
     + "lightning.pytorch.callbacks.EarlyStopping, init_args: {monitor: val_loss}}]",
     "beta": "write model.preference.beta, with model.class_path: lit_fsdp.PreferenceModule",
-    **dict.fromkeys(("do_train", "do_eval", "do_predict"), "remove it: the verb chooses, fit, validate or predict"),
+    **dict.fromkeys(("do_train", "do_eval", "do_predict"), "remove it: the verb (fit, validate or predict) selects it"),
 }
 """Fixes for keys of other trainers that no single key of a recipe replaces."""
 HERE, VERBS = ({word: ours for ours, words in table.items() for word in words.split()} for table in (_KEYS, _VERBS))

@@ -101,7 +101,7 @@ def build_trainable(
     """
     model = build_on_meta(hf_config, config.attn_implementation, config.trust_remote_code)
     if choose_eager(model):
-        _log.warning("experts run one after the other: grouped products need sizes that are multiples of 8")
+        _log.warning("experts run sequentially (eager): grouped matrix products need sizes that are multiples of 8")
     vocabulary = vocabulary_modules(model) if config.add_tokens else {}
     adapter_config = None
     if config.lora is not None:

@@ -44,7 +44,7 @@ def grouped_experts(model: nn.Module) -> dict[str, Any]:
 
 
 def choose_eager(model: nn.Module) -> list[str]:
-    """Let experts run one after the other where grouped products refuse their sizes, in place; returns their names.
+    """Use eager experts where grouped products do not support their sizes, in place; returns their names.
 
     Rows must be a multiple of 16 bytes, which is 8 values in bf16.
     """

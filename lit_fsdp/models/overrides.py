@@ -113,14 +113,14 @@ def _check_experts(text: Any, values: Mapping[str, Any], model: Any) -> None:
     """Refuse more choices than experts, and options of the router's loss in models that compute none."""
     names = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
     experts = next((n for n in (getattr(text, name, None) for name in names) if isinstance(n, int)), 0)
-    experts += getattr(text, "zero_expert_num", None) or 0  # of LongCat-Flash, which do nothing
+    experts += getattr(text, "zero_expert_num", None) or 0  # identity experts of LongCat-Flash
     for name in ("num_experts_per_tok", "top_k_experts", "moe_topk"):
         if experts and isinstance(chosen := getattr(text, name, None), int):
             key = text.attribute_map.get(name, name)
             require(1 <= chosen <= experts, f"{_FIELD}.{key}", chosen, f"1 to {experts}, the number of experts")
     option = "output_router_logits"
     if option in values or "router_aux_loss_coef" in values:
-        # in the config class of many models whose code does not read it
+        # many config classes declare it although the model never reads it
         cls = type(owner_of_head(model) or model)
         reads = option in inspect.signature(cls.forward).parameters
         reads &= "load_balancing_loss_func" in vars(sys.modules[cls.__module__]) or "transformers" not in cls.__module__
