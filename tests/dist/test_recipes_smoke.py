@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 
-from tests.dist.forks import ROOT, command
+from tests.dist.forks import ROOT, SMOKE, command
 from tests.runs import records
 
 LONG = pytest.mark.long("one of each family of models and of each method is tried in `make test`")
@@ -36,3 +37,13 @@ def test_a_recipe_runs_in_miniature(recipe: Path, tmp_path: Path) -> None:
     assert all(0 < float(row["train_loss"]) < 10 for row in rows)
     steps = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
     assert steps == ["step-00000002", "step-00000004"]
+
+
+def test_an_epoch_of_own_rows_is_shorter_than_the_validation_interval(tmp_path: Path) -> None:
+    rows = [{"prompt": f"What is 1 + {n}?", "completion": str(n + 1)} for n in range(6)]
+    (tmp_path / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = ["--data.train=own.jsonl", "--data.val=null", "--data.val_split=0.2"]
+    often = ["--trainer.max_epochs=-1", "--trainer.default_root_dir=run"]
+    done = command(2, ["fit", *SMOKE, *data, *often], tmp_path)
+    assert [rank.code for rank in done] == [0, 0], done[0].err
+    assert [row["step"] for row in records(tmp_path / "run" / "metrics.csv") if row["val_loss"]] == ["2", "4"]

@@ -198,4 +198,6 @@ def test_what_lightning_refuses_is_one_sentence(here: Path) -> None:
     assert "Traceback" not in said
     assert said.count("`val_check_interval` (1000) must be less than or equal to the number of the training") == 1
     assert "fix:     set trainer.check_val_every_n_epoch: null" in said
+    said = said_by(*words, "--trainer.val_check_interval", "0.5", "--trainer.check_val_every_n_epoch", "null", code=2)
+    assert "fix:     set trainer.check_val_every_n_epoch: 1" in said
     assert "Traceback" in said_by(*words, "--trainer.val_check_interval", "1000", "--debug", code=2)
