@@ -127,9 +127,9 @@ class CausalLMDataModule(LightningDataModule):
         if self.trainer is not None:
             strategy, refused, self._refused = self.trainer.strategy, self._refused, None
             is_good = strategy.reduce_boolean_decision(refused is None)
-            said, config = strategy.broadcast((str(refused) if refused else None, self.config))
+            reason, config = strategy.broadcast((str(refused) if refused else None, self.config))
             if not is_good:
-                raise refused or DataError(said or "another node could not prepare the data; see its log")
+                raise refused or DataError(reason or "another node could not prepare the data; see its log")
             config = dataclasses.replace(config, cache_dir=self.config.cache_dir)  # specific to a node
             if config != self.config:  # for example after a push to the hub in the meantime
                 self.config, self._samples = config, {}

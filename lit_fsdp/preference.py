@@ -32,7 +32,8 @@ from lit_fsdp.models.loss import ONE_ROW, TokenLoss, sample_losses
 from lit_fsdp.models.packing import pairs_in_one_row, rows_of_pairs
 from lit_fsdp.models.preference import PAIR_COUNTS, adapters_off, evaluating, pair_metrics, preference_forward
 from lit_fsdp.module import CausalLMModule
-from lit_fsdp.parallel.base import SHARD, EngineStrategy
+from lit_fsdp.parallel.base import EngineStrategy
+from lit_fsdp.parallel.mesh import SHARD
 from lit_fsdp.parallel.units import clean_name
 
 _log = logging.getLogger(__name__)

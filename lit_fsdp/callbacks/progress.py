@@ -47,7 +47,7 @@ class RunProgress(ProgressBar):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Open the bar, or start the thread for regular lines."""
         self._seen_step = self._first_step = trainer.global_step
-        self._started = self._said = self._stepped = time.perf_counter()
+        self._started = self._printed = self._stepped = time.perf_counter()
         if not trainer.is_global_zero:
             return
         steps = trainer.estimated_stepping_batches
@@ -88,7 +88,7 @@ class RunProgress(ProgressBar):
     def break_silence(self, trainer: Trainer) -> None:
         """Print a line if the last one is old: no hook runs during a long step or validation."""
         now = time.perf_counter()
-        if now - self._said >= _SILENCE_SECONDS:
+        if now - self._printed >= _SILENCE_SECONDS:
             what = "validation" if trainer.validating else "next step"
             self._say(f"{what}: {now - self._stepped:.0f} s so far")
 
@@ -99,7 +99,7 @@ class RunProgress(ProgressBar):
             found = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("val_")}
             text = "  ".join(f"{name} {value:.4f}" for name, value in found.items())
             print(f"step {trainer.global_step}: {text}", file=sys.stderr)  # rich prints it above the bar
-            self._said = time.perf_counter()
+            self._printed = time.perf_counter()
 
     def on_train_end(self, *hook: Any) -> None:
         """Close the bar, also after an exception, so that it does not mix with the message."""
@@ -111,7 +111,7 @@ class RunProgress(ProgressBar):
     on_exception = on_train_end  # type: ignore[assignment]  # arguments have its names
 
     def _say(self, text: str) -> None:
-        self._said = time.perf_counter()
+        self._printed = time.perf_counter()
         done, left = self._seen_step - self._first_step, ""
         if self._total is not None and done:
             seconds = int((self._stepped - self._started) / done * (self._total - self._seen_step))

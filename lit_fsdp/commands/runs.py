@@ -29,6 +29,6 @@ def run_fit(folder: Path, words: Sequence[str]) -> str:
     with (folder / "log.txt").open("w+", encoding="utf-8", errors="replace") as log:
         code = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=False).returncode  # noqa: S603
         log.seek(0)
-        said = log.read()
-    last = said[said.rfind("error: ") :] if "error: " in said else said[-2000:]
+        text = log.read()
+    last = text[text.rfind("error: ") :] if "error: " in text else text[-2000:]
     return f"exit code {code}: {last.strip()}" if code else ""

@@ -17,11 +17,11 @@ def adapt_to_miniature(trainer: Any, strategy: Any, model: Any, data: Any = None
 
     All arguments are namespaces; pass None for a third-party strategy or data module.
     """
-    said: list[str] = []
+    replaced: list[str] = []
 
     def replace(section: Any, path: str, key: str, new: Any, why: str) -> None:
         if section[key] != new:
-            said.append(f"{path}.{key}: {section[key]!r} → {new!r} ({why})")
+            replaced.append(f"{path}.{key}: {section[key]!r} → {new!r} ({why})")
             section[key] = new
 
     on_cpu, devices = trainer.accelerator == "cpu", trainer.devices
@@ -64,7 +64,7 @@ def adapt_to_miniature(trainer: Any, strategy: Any, model: Any, data: Any = None
         replace(model.loss, "model.loss", "backend", "chunked", f"{model.loss.backend} needs a GPU")
     if 0 < trainer.max_steps < model.optim.warmup_steps:
         replace(model.optim, "model.optim", "warmup_steps", 1, f"{trainer.max_steps} steps")
-    return said
+    return replaced
 
 
 def _fitting_degrees(strategy: Any, devices: int) -> list[tuple[str, Any, str]]:

@@ -129,8 +129,8 @@ def preference_sides(row: Mapping[str, Any], location: str) -> list[dict[str, An
             raise DataError(f"{location}: chosen and rejected are equal\n  fix:     remove the row")
         shared = num_alike(chosen, rejected)
         shared -= chosen[shared - 1 : shared] == " "  # belongs to the following word
-        said = [_first(one, _CONTENT_KEYS)[1] for one in chosen[:shared] if isinstance(one, Mapping)]
-        if isinstance(prompt, str) and prompt.strip() not in [text.strip() for text in said if isinstance(text, str)]:
+        lead = [_first(one, _CONTENT_KEYS)[1] for one in chosen[:shared] if isinstance(one, Mapping)]
+        if isinstance(prompt, str) and prompt.strip() not in [text.strip() for text in lead if isinstance(text, str)]:
             given, fix = "not a common prefix of chosen and rejected", "write the prompt as a list of messages"
             raise DataError(f"{location}: prompt is {given}\n  fix:     {fix}")
         prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
@@ -233,8 +233,8 @@ def _message(turn: Any, location: str) -> Message:
     (role_key, given), (content_key, content) = _first(made, _ROLE_KEYS), _first(made, _CONTENT_KEYS)
     calls = [made[key] for key in ("tool_calls", CALL) if made.get(key)]
     if given is None or (content is None and not calls):
-        said = f"a message must have role and content, or from and value, not {_shown(turn)}"
-        raise DataError(f"{location}: {said}\n  fix:     {_SAY_WHICH}")
+        problem = f"a message must have role and content, or from and value, not {_shown(turn)}"
+        raise DataError(f"{location}: {problem}\n  fix:     {_SAY_WHICH}")
     role = _OTHER_ROLES.get(str(given).lower(), str(given).lower())
     if role not in (*ROLES, CALL):
         fix = f"map the role, for example data.turns: {{roles: {{{str(given)[:40]}: assistant}}}}"
@@ -245,11 +245,11 @@ def _message(turn: Any, location: str) -> Message:
             raise DataError(f"{location}: message key {key} is not supported\n  fix:     write {fix}")
     flags = {key: made[key] for key in _FLAGS if key in made}
     if any(flag not in (0, 1) for flag in flags.values()) or len({*flags.values()}) > 1:
-        said = ", ".join(f"{key} {_shown(flag)}" for key, flag in flags.items())
-        raise DataError(f"{location}: {said}\n  allowed: true or false, or 1 or 0; turns cannot be weighted")
+        flagged = ", ".join(f"{key} {_shown(flag)}" for key, flag in flags.items())
+        raise DataError(f"{location}: {flagged}\n  allowed: true or false, or 1 or 0; turns cannot be weighted")
     if role == CALL:  # JSON, after the reasoning text, if any
-        content, end, said = content.rpartition("</think>") if isinstance(content, str) else ("", "", content)
-        calls, content = [*calls, said], content + end
+        content, end, call = content.rpartition("</think>") if isinstance(content, str) else ("", "", content)
+        calls, content = [*calls, call], content + end
     made = {key: made[key] for key in made if key not in (role_key, content_key, *_FLAGS, "tool_calls", CALL)}
     made |= {"role": role, **({"train": bool(max(flags.values()))} if flags else {})}
     if thoughts := [made[key] for key in REASONING if key in made]:  # transformers < 5.21 ignores other names

@@ -126,9 +126,9 @@ class AssistantTurns:
         template that compares messages, texts are marked one at a time; as a last resort, their words are searched for.
         """
         messages, tools = conversation.messages, conversation.tools or []
-        said = {i: m["content"] for i, m in enumerate(messages) if m["role"] != "assistant" and m["content"].strip()}
+        texts = {i: m["content"] for i, m in enumerate(messages) if m["role"] != "assistant" and m["content"].strip()}
         schemas = dict(enumerate((tool.get("function") or {} for tool in tools), len(messages)))
-        said |= {i: f"{one['name']} {one.get('description') or ''}" for i, one in schemas.items() if one.get("name")}
+        texts |= {i: f"{one['name']} {one.get('description') or ''}" for i, one in schemas.items() if one.get("name")}
 
         def lost(numbers: Collection[int]) -> set[int] | None:
             marked = _with_ends(conversation, numbers)
@@ -136,10 +136,10 @@ class AssistantTurns:
             ends = {(int(number), end.lower()) for number, end in _END.findall(shown)}
             return {i for i in numbers if not {(i, "a"), (i, "z")} <= ends} if _END.sub("", shown) == text else None
 
-        found = lost(said) if said else set()
+        found = lost(texts) if texts else set()
         if found is None:
-            alone = {i: lost([i]) for i in said}
-            found = {i for i, one in alone.items() if (_is_missing(said[i], text) if one is None else one)}
+            alone = {i: lost([i]) for i in texts}
+            found = {i for i, one in alone.items() if (_is_missing(texts[i], text) if one is None else one)}
         named = [(i, messages[i]["role"] if i < len(messages) else "tools") for i in sorted(found)]
         names = {i: f"tool {one.get('name')}" for i, one in schemas.items()}
         return [(names.get(i, f"message {i} ({kind})"), kind) for i, kind in named]
@@ -150,8 +150,8 @@ class AssistantTurns:
 
     def _shape(self, conversation: Conversation, wanted: Sequence[int], location: str) -> tuple[list[str], Any]:
         """Return text with content placeholders as alternating unsupervised and supervised pieces, omitted texts."""
-        said = enumerate(conversation.messages)
-        messages = [{**m, "content": f"\ue002{i}\ue003" if m["content"].strip() else m["content"]} for i, m in said]
+        numbered = enumerate(conversation.messages)
+        messages = [{**m, "content": f"\ue002{i}\ue003" if m["content"].strip() else m["content"]} for i, m in numbered]
         placed = replace(conversation, messages=messages)
         try:
             text, spans = self._by_tags(placed, wanted, location)
@@ -181,8 +181,8 @@ class AssistantTurns:
                 spans = list(zip(starts, ends, strict=False))
             else:
                 spans = self._marked(rendered, turns, index, marks)
-            said = "".join(text[a:b] for a, b in spans)
-            if not _is_whole(conversation.messages[index], turns[index], said) or min(chain(*spans), default=-1) < 0:
+            body = "".join(text[a:b] for a, b in spans)
+            if not _is_whole(conversation.messages[index], turns[index], body) or min(chain(*spans), default=-1) < 0:
                 raise DataError(
                     f"{location}: the chat template does not write assistant turn {index} in full, so it cannot be "
                     "masked\n  fix:     set a data.chat_template with {% generation %} … {% endgeneration %} around "
@@ -256,15 +256,15 @@ class AssistantTurns:
     def _marked(self, rendered: _Rendered, turns: dict[int, _Turn], index: int, marks: Sequence[Span]) -> list[Span]:
         """Return the marks of one turn up to the following special token; none if they do not cover its content."""
         spans = [mark for mark in marks if _owner(rendered.runs, turns, mark) == index]
-        said = [tag for run in turns[index].runs for tag in run if tag.kind != _THOUGHT]
-        holders = [[end for start, end in spans if start <= tag.position <= end] for tag in said]
-        if not said or not all(holders):
+        tags = [tag for run in turns[index].runs for tag in run if tag.kind != _THOUGHT]
+        holders = [[end for start, end in spans if start <= tag.position <= end] for tag in tags]
+        if not tags or not all(holders):
             return []
         end, text = holders[-1][-1], rendered.text
-        tokens = [match for match in self._token.finditer(text, said[-1].position, end) if match[0] in self._final]
+        tokens = [match for match in self._token.finditer(text, tags[-1].position, end) if match[0] in self._final]
         if tokens and not text[tokens[-1].end() : end].strip():
             return spans
-        return [*spans, (end, max(end, self._end(rendered, turns[index], said[-1], end)))]
+        return [*spans, (end, max(end, self._end(rendered, turns[index], tags[-1], end)))]
 
     def _end(self, rendered: _Rendered, turn: _Turn, last: _Tag, least: int = 0) -> int:
         """Return the end of a turn, including its special token, if any; -1 if a call is not fully rendered."""
@@ -297,8 +297,8 @@ def supervised_turns(messages: Sequence[Message], supervise: str, whole: bool, l
     for index, message in enumerate(messages):
         train = message.get("train")
         if message["role"] != "assistant" and train is not None and train is not whole:
-            said = f"train: {str(train).lower()} on a message of the role {message['role']}"
-            raise DataError(f"{location}: message {index}: {said}\n  allowed: on assistant messages")
+            given = f"train: {str(train).lower()} on a message of the role {message['role']}"
+            raise DataError(f"{location}: message {index}: {given}\n  allowed: on assistant messages")
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if whole:
         return [i for i in turns if messages[i].get("train") is False]
@@ -326,12 +326,12 @@ def _with_tags(message: Message, index: int, strips: bool) -> Message:
     if calls:
         pairs = zip(calls, names, strict=True)
         made["tool_calls"] = [{**call, "function": {**call["function"], "name": name}} for call, name in pairs]
-    thoughts, mark, said = message["content"].rpartition("</think>")
-    if said.strip() or not calls:
-        end = len(said.rstrip()) if strips else len(said)
-        start = min(end, len(said) - len(said.lstrip())) if strips or mark else 0
-        said = f"{said[:start]}{tag(_FIRST)}{said[start:end]}{tag(_LAST)}{said[end:]}"
-    return {**made, "content": (thoughts and _in_front(tag(_THOUGHT), thoughts)) + mark + said}
+    thoughts, mark, answer = message["content"].rpartition("</think>")
+    if answer.strip() or not calls:
+        end = len(answer.rstrip()) if strips else len(answer)
+        start = min(end, len(answer) - len(answer.lstrip())) if strips or mark else 0
+        answer = f"{answer[:start]}{tag(_FIRST)}{answer[start:end]}{tag(_LAST)}{answer[end:]}"
+    return {**made, "content": (thoughts and _in_front(tag(_THOUGHT), thoughts)) + mark + answer}
 
 
 def _with_ends(conversation: Conversation, numbers: Collection[int]) -> Conversation:
@@ -352,9 +352,9 @@ def _with_ends(conversation: Conversation, numbers: Collection[int]) -> Conversa
     return replace(conversation, messages=messages, tools=conversation.tools and tools)
 
 
-def _is_missing(said: str, text: str) -> bool:
+def _is_missing(content: str, text: str) -> bool:
     """Whether most words are missing from the text, which may render them in another form."""
-    words = set(_WORD.findall(said.casefold()))
+    words = set(_WORD.findall(content.casefold()))
     return 2 * sum(word not in text.casefold() and json.dumps(word)[1:-1] not in text for word in words) > len(words)
 
 
@@ -381,7 +381,7 @@ def _owner(runs: Sequence[list[_Tag]], turns: dict[int, _Turn], mark: Span) -> i
     return (inside.pop() if len(inside) == 1 else None) if inside else begun[-1] if begun else None
 
 
-def _is_whole(message: Message, turn: _Turn, said: str) -> bool:
+def _is_whole(message: Message, turn: _Turn, body: str) -> bool:
     """Whether a turn has its text once, and the names of its calls and arguments; argument values vary in form."""
     calls, kinds = message.get("tool_calls") or [], [tag.kind for run in turn.runs for tag in run]
     has_text = bool(message["content"].rpartition("</think>")[2].strip()) or not calls
@@ -389,5 +389,5 @@ def _is_whole(message: Message, turn: _Turn, said: str) -> bool:
     return (
         kinds.count(_LAST) == has_text
         and all(f"{_NAME}{number}" in kinds for number in range(len(calls)))
-        and all(name in said or json.dumps(name)[1:-1] in said for name in names)
+        and all(name in body or json.dumps(name)[1:-1] in body for name in names)
     )

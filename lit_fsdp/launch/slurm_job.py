@@ -166,8 +166,8 @@ def _environment(job: Job) -> list[str]:
     config, lines = job.config, []
     if config.env_file:
         path = Path(config.env_file).expanduser().absolute()  # bash would look for a bare name in PATH
-        said = shlex.quote(f"slurm.env_file {path} ended with an error: make its last line succeed")
-        lines.append(f". {shlex.quote(str(path))} || {{ echo {said}; exit 1; }}")
+        text = shlex.quote(f"slurm.env_file {path} ended with an error: make its last line succeed")
+        lines.append(f". {shlex.quote(str(path))} || {{ echo {text}; exit 1; }}")
     for name, value in (config.env or {}).items():
         lines.append(f"export {name}={shlex.quote(value)}")
         if config.container and config.container_runtime == "apptainer":  # else the image's own value wins
@@ -227,8 +227,8 @@ def submit(job: Job, values: Mapping[str, Any]) -> str:
     # NUMBER[;CLUSTER]; sites may wrap sbatch in scripts that print a greeting
     numbers = re.findall(r"^(\d+)(?:;\S*)?$", done.stdout.strip(), re.MULTILINE)
     if done.returncode or not numbers:
-        said = " ".join((done.stderr or done.stdout).split())
-        raise ConfigError("sbatch", f"{said} (exit code {done.returncode})", "what this cluster accepts: squeue --me")
+        reason = " ".join((done.stderr or done.stdout).split())
+        raise ConfigError("sbatch", f"{reason} (exit code {done.returncode})", "what this cluster accepts: squeue --me")
     script.rename(job.folder / f"{numbers[-1]}.sbatch")
     return str(numbers[-1])
 

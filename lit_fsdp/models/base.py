@@ -34,12 +34,12 @@ def describe_base(source: ModelSource, config: ModelConfig, seed: int) -> dict[s
     name, folder = config.name, source.weights_folder
     if isinstance(name, str) and Path(name).expanduser().exists():
         name = str(Path(name).expanduser().absolute())
-    said = {"name": name, **{field: getattr(config.lora, field, None) for field in _QUANTIZED}}
-    said |= {"config_overrides": config.config_overrides} if config.config_overrides else {}
+    described = {"name": name, **{field: getattr(config.lora, field, None) for field in _QUANTIZED}}
+    described |= {"config_overrides": config.config_overrides} if config.config_overrides else {}
     if folder is None:
-        return {**said, "seed": seed, **{field: getattr(config, field) for field in _DRAWN_FROM}}
+        return {**described, "seed": seed, **{field: getattr(config, field) for field in _DRAWN_FROM}}
     is_snapshot = source.hub_name is not None and folder.parent.name == "snapshots"
-    return {**said, "revision": folder.name if is_snapshot else None, "xxh3": weights_hash(folder)}
+    return {**described, "revision": folder.name if is_snapshot else None, "xxh3": weights_hash(folder)}
 
 
 def check_base(saved: Mapping[str, Any], here: Mapping[str, Any], field: str, checkpoint: Path) -> None:
@@ -100,12 +100,12 @@ class BaseWeights:
 
 def base_of_folder(adapter: Path) -> dict[str, Any]:
     """Read the base of an adapter folder, as :func:`describe_base`; only ``name`` if other software wrote it."""
-    weights, said = adapter / "adapter_model.safetensors", None
+    weights, recorded = adapter / "adapter_model.safetensors", None
     if weights.is_file():
         with safe_open(weights, "pt") as file:
-            said = (file.metadata() or {}).get("base")
+            recorded = (file.metadata() or {}).get("base")
     name = json.loads((adapter / "adapter_config.json").read_bytes()).get("base_model_name_or_path")
-    return dict(json.loads(said)) if said else {"name": name}
+    return dict(json.loads(recorded)) if recorded else {"name": name}
 
 
 def find_base(

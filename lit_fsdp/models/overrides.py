@@ -163,15 +163,15 @@ def _filled(text: Any, own: Mapping[str, Any], given: Mapping[str, Any]) -> dict
 @contextlib.contextmanager
 def _warnings_raised() -> Iterator[None]:
     """Raise transformers' warnings about rotary parameters as errors, except those that may be intended."""
-    said: list[str] = []
+    messages: list[str] = []
     logger, handler = logging.getLogger("transformers.modeling_rope_utils"), logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logger.addHandler(handler)
     try:
         yield
     finally:
         logger.removeHandler(handler)
-    if wrong := [text for text in said if re.search("field must|Unrecognized keys|Missing", text)]:
+    if wrong := [text for text in messages if re.search("field must|Unrecognized keys|Missing", text)]:
         raise ValueError(wrong[0])
 
 

@@ -107,20 +107,20 @@ def ending_together(loader: Any, group: dist.ProcessGroup | None, device: torch.
     ``group`` communicates tensors on ``device``; a group of the hosts avoids synchronizing with the device. Attributes
     and state remain those of ``loader``.
     """
-    said = False
+    warned = False
 
     def batches() -> Iterator[Any]:
-        nonlocal said
+        nonlocal warned
         rows, number, ranks = iter(loader), 0, dist.get_world_size()
         while True:
             batch = next(rows, _END)
             ended = torch.tensor(int(batch is _END), device=device)
             dist.all_reduce(ended, group=group)
             if num_ended := int(ended):
-                if num_ended < ranks and not said and dist.get_rank() == 0:
+                if num_ended < ranks and not warned and dist.get_rank() == 0:
                     text = "a loader (%s) ended after %d batches on %d of %d ranks, so it ends on all ranks"
                     _log.warning(text, type(loader).__name__, number, num_ended, ranks)
-                    said = True
+                    warned = True
                 return
             yield batch
             number += 1

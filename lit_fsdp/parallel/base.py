@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import re
@@ -23,7 +22,7 @@ from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.trainer.states import TrainerStatus
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torchmetrics import Metric
 from transformers import PreTrainedModel
 
@@ -43,10 +42,12 @@ from lit_fsdp.models.parts import RowParts, context_method
 from lit_fsdp.parallel.activation import prepare_blocks, recompute_by_unit, recomputes, resolve_gradient_checkpointing
 from lit_fsdp.parallel.alike import check_alike, kinds_of, options_of, tensors_of
 from lit_fsdp.parallel.debug import write_rank
-from lit_fsdp.parallel.expert_units import build_expert_groups, check_experts, divide_experts
+from lit_fsdp.parallel.expert_units import check_experts, divide_experts
 from lit_fsdp.parallel.foreign import ForeignParts, check_callbacks, check_finders, check_unsharded
+from lit_fsdp.parallel.forward import RedirectedForward
 from lit_fsdp.parallel.grads import GuardedSteps
 from lit_fsdp.parallel.materialize import Materializer, Reader, reset_parameters_reader
+from lit_fsdp.parallel.mesh import SHARD, build_expert_groups, build_mesh
 from lit_fsdp.parallel.norms import STRATEGIES, warn_of_lightnings
 from lit_fsdp.parallel.precision import (
     TORCH_DTYPES,
@@ -73,7 +74,6 @@ from lit_fsdp.parallel.units import (
     units_already_wrapped,
 )
 
-REPLICATE, SHARD = "dp_replicate", "dp_shard"
 _log = logging.getLogger(__name__)
 _QUIET_SECONDS = 15.0
 _LOST_CONTACT = re.compile(
@@ -81,49 +81,6 @@ _LOST_CONTACT = re.compile(
 )
 _FREE_CHOICES = "process_group_backend timeout_seconds state_dict verbose contract nonfinite_gradients".split()
 """Arguments in which the strategies of two Trainers that share a module may differ."""
-
-
-def build_mesh(device_type: str, replicate_degree: int, shard_degree: int, timeout: timedelta) -> DeviceMesh:
-    """Build a ``(dp_shard)`` or ``(dp_replicate, dp_shard)`` mesh; neighboring ranks of a node form a shard group."""
-    if replicate_degree == 1:
-        return init_device_mesh(device_type, (shard_degree,), mesh_dim_names=(SHARD,))
-    ranks = torch.arange(replicate_degree * shard_degree).reshape(replicate_degree, shard_degree)
-    # created here because groups that torch creates have its default timeout
-    groups: list[Any] = [
-        dist.new_subgroups_by_enumeration(along.tolist(), timeout=timeout)[0] for along in (ranks.T, ranks)
-    ]
-    return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=(REPLICATE, SHARD))
-
-
-class RedirectedForward:
-    """Redirects ``forward`` of a sharded module through the root, which calls back for the forward or a step."""
-
-    def __init__(self, strategy: EngineStrategy, module: nn.Module) -> None:
-        self.strategy, self.forward = strategy, module.forward
-        self._method: Callable[..., Any] | None = None
-        self._is_inside = False
-        functools.update_wrapper(self, module.forward)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._method is not None:
-            method, self._method = self._method, None
-            return method(*args, **kwargs)
-        if self._is_inside:
-            return self.forward(*args, **kwargs)
-        return self.run(self.forward, *args, **kwargs)
-
-    def run(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a method of the module between the root's hooks; without gradients, free the gathered parameters."""
-        before, self._is_inside, self._method = self._is_inside, True, method
-        root: Any = self.strategy._root
-        try:
-            with self.strategy.precision_plugin.forward_context():
-                result = root(*args, **kwargs)
-        finally:
-            self._is_inside, self._method = before, None
-        if not torch.is_grad_enabled():
-            self.strategy.reshard()
-        return result
 
 
 class EngineStrategy(ForeignParts):
@@ -432,9 +389,9 @@ class EngineStrategy(ForeignParts):
             elif isinstance(child, Metric):
                 child._apply(lambda t: t if isinstance(t, nn.Parameter) else t.to(self.root_device))
 
-    def _take_over(self, entrance: RedirectedForward) -> None:
+    def _take_over(self, redirected: RedirectedForward) -> None:
         """Reuse a module that the strategy of another Trainer has sharded, which cannot be undone."""
-        before = entrance.strategy
+        before = redirected.strategy
         ours, theirs = ({**vars(s.config), "number of ranks": s.world_size} for s in (self, before))
         given = {name: value for name, value in ours.items() if value != theirs[name] and name not in _FREE_CHOICES}
         sharded_with = {name: theirs[name] for name in given}
@@ -443,7 +400,7 @@ class EngineStrategy(ForeignParts):
         require(not given, self.path, given, allowed, fix)
         for name in ("plan", "audit", "mesh", "replicated", "_root", "_ties", "_used", "_noted"):  # used by hooks
             setattr(self, name, getattr(before, name))
-        self._plugin.autocast, entrance.strategy = before._plugin.autocast, self
+        self._plugin.autocast, redirected.strategy = before._plugin.autocast, self
         self.contract.frozen, self.contract.packed = before.contract.frozen, before.contract.packed
 
     def _step_inside(self, root: nn.Module, module: Any, step: str, *args: Any, **kwargs: Any) -> Any:

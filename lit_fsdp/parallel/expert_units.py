@@ -1,4 +1,4 @@
-"""FSDP units of experts under expert parallel: the experts of each rank, process groups, and sharding.
+"""FSDP units of experts under expert parallel: the experts of each rank, and sharding.
 
 Parameters stay split along dim 0 over all ranks of a copy, as without expert parallel, so that checkpoints, optimizers
 and norms do not change. Each of ``n`` neighboring ranks gathers only its own experts, from the ranks with the same
@@ -8,10 +8,8 @@ index in the other groups of neighbors.
 from __future__ import annotations
 
 import dataclasses
-from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -47,24 +45,6 @@ def check_experts(model: nn.Module, degree: int, shards: int, path: str) -> None
         counts = [n for n in range(1, shards + 1) if shards % n == 0 and _fits(experts.num_experts, shards, n)]
         given_here = f"{given}, with {experts.num_experts} experts over {shards} ranks"
         require(degree in counts, path, given_here, " | ".join(map(str, counts)), f"set expert_parallel: {counts[-1]}")
-
-
-def build_expert_groups(
-    device_type: str, copies: int, shards: int, degree: int, timeout: timedelta
-) -> tuple[dist.ProcessGroup, DeviceMesh]:
-    """Build the group of ranks that divide experts, and the mesh over which each shards and replicates its part."""
-    options: Any = {"timeout": timeout}
-    ranks = torch.arange(copies * shards).view(copies, -1, degree)
-    names = ("dp_replicate", "expert_shard")
-    groups: list[Any] = [
-        dist.new_subgroups_by_enumeration(along.reshape(-1, along.shape[-1]).tolist(), **options)[0]
-        for along in (ranks, ranks.transpose(1, 2), ranks.permute(1, 2, 0))
-    ]
-    group, shard_group, copy_group = groups
-    if copies == 1:
-        return group, DeviceMesh.from_group(shard_group, device_type, mesh_dim_names=names[1:])
-    mesh: Any = ranks[:, :, dist.get_rank(group)]
-    return group, DeviceMesh.from_group([copy_group, shard_group], device_type, mesh=mesh, mesh_dim_names=names)
 
 
 def divide_experts(model: nn.Module, group: dist.ProcessGroup, shards: int) -> None:

@@ -213,8 +213,8 @@ def _lighter(run: RunConfig) -> Iterator[tuple[str, Choice | None]]:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether a GPU allocator, torch's CPU allocator or Python itself ran out of memory."""
-    said = any(words in str(error) for words in ("CUDA error: out of memory", "DefaultCPUAllocator: can't allocate"))
-    return said or isinstance(error, (torch.OutOfMemoryError, MemoryError))
+    texts = ("CUDA error: out of memory", "DefaultCPUAllocator: can't allocate")
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(text in str(error) for text in texts)
 
 
 def advice(run: RunConfig, recipe: Path, accelerator: str, allow_imports: Sequence[str] = ()) -> str:
@@ -233,5 +233,5 @@ def advice(run: RunConfig, recipe: Path, accelerator: str, allow_imports: Sequen
     try:
         return str(subprocess.run(words, env=environment, **options).stdout).rstrip()  # noqa: S603
     except (OSError, subprocess.SubprocessError) as error:
-        said = error.stderr.strip() if isinstance(error, subprocess.CalledProcessError) else error
-        return f"cannot compute memory savings: {said}"
+        reason = error.stderr.strip() if isinstance(error, subprocess.CalledProcessError) else error
+        return f"cannot compute memory savings: {reason}"

@@ -43,8 +43,9 @@ from lit_fsdp.models.parts import RowParts, context_method
 from lit_fsdp.models.quantize import give_shapes
 from lit_fsdp.models.resolve import resolve_architecture
 from lit_fsdp.parallel.activation import prepare_blocks
-from lit_fsdp.parallel.expert_units import build_expert_groups, divide_experts
+from lit_fsdp.parallel.expert_units import divide_experts
 from lit_fsdp.parallel.fully_sharded import apply_fully_shard, unit_options
+from lit_fsdp.parallel.mesh import build_expert_groups
 from lit_fsdp.parallel.precision import TORCH_DTYPES, cast_parameters
 from lit_fsdp.parallel.units import plan_for, quantized_layers
 

@@ -62,11 +62,11 @@ def print_samples(console: Console, tokenizer: Any, name: str, samples: Sequence
         title = f"\n━━ {name} {number}: {len(ids):,} tokens, {np.count_nonzero(supervised):,} supervised"
         say(Text(title, _HEAD))
         text, inside = Text(), False
-        for said, is_supervised, is_special in [*pieces(tokenizer, ids, supervised), ("", False, False)]:
+        for piece, is_supervised, is_special in [*pieces(tokenizer, ids, supervised), ("", False, False)]:
             if is_supervised != inside:
                 text.append("⟦" if is_supervised else "⟧")
             inside = is_supervised
-            text.append(visible(said), " ".join([_SUPERVISED] * is_supervised + [_SPECIAL] * is_special))
+            text.append(visible(piece), " ".join([_SUPERVISED] * is_supervised + [_SPECIAL] * is_special))
         say(text)
 
 

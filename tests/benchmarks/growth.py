@@ -75,9 +75,9 @@ def one_rank(size: int, folder: Path) -> Steps:
     from lit_fsdp.checkpoint.storage import Planner, parts_of
     from lit_fsdp.config.strategy import StrategyConfig, mesh_shape
     from lit_fsdp.parallel import alike
-    from lit_fsdp.parallel.base import build_mesh
     from lit_fsdp.parallel.fully_sharded import apply_fully_shard, unit_options
     from lit_fsdp.parallel.materialize import Materializer
+    from lit_fsdp.parallel.mesh import build_mesh
     from lit_fsdp.parallel.precision import cast_parameters
     from lit_fsdp.parallel.units import plan_for
 

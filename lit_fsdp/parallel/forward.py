@@ -1,0 +1,41 @@
+"""Calls of a sharded module between the hooks of its root, which gather and free parameters."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class RedirectedForward:
+    """Redirects ``forward`` of a sharded module through the root, which calls back for the forward or a step."""
+
+    def __init__(self, strategy: Any, module: nn.Module) -> None:
+        self.strategy, self.forward = strategy, module.forward
+        self._method: Callable[..., Any] | None = None
+        self._is_inside = False
+        functools.update_wrapper(self, module.forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._method is not None:
+            method, self._method = self._method, None
+            return method(*args, **kwargs)
+        if self._is_inside:
+            return self.forward(*args, **kwargs)
+        return self.run(self.forward, *args, **kwargs)
+
+    def run(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a method of the module between the root's hooks; without gradients, free the gathered parameters."""
+        before, self._is_inside, self._method = self._is_inside, True, method
+        root = self.strategy._root
+        try:
+            with self.strategy.precision_plugin.forward_context():
+                result = root(*args, **kwargs)
+        finally:
+            self._is_inside, self._method = before, None
+        if not torch.is_grad_enabled():
+            self.strategy.reshard()
+        return result
