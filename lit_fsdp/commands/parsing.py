@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -62,7 +63,11 @@ def example_lines(example: str) -> str:
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the flags of a verb without a recipe; the error for an unknown flag suggests the nearest flag."""
+    """Parse the flags of a verb without a recipe; errors suggest the nearest flag, or the one that a value needs."""
+    needed = [action for action in parser._actions if action.required]
+    if needed and all(action.option_strings for action in needed) and argv and not argv[0].startswith("-"):
+        fix = f"write {parser.prog} {needed[0].option_strings[0]} {shlex.join(argv)}"
+        raise ConfigError(parser.prog, f"{argv[0]} without a flag", "flags and their values", fix)
     flags = [flag for action in parser._actions for flag in action.option_strings]
     for name in (word.partition("=")[0] for word in _declared(parser, argv) if word.startswith("--")):
         near = meant_flag(name, flags) or "".join(difflib.get_close_matches(name, flags, n=1, cutoff=0.5))

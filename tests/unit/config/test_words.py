@@ -90,6 +90,10 @@ def test_a_fix_is_a_flag_to_paste_with_the_users_value(capsys: pytest.CaptureFix
     ):
         assert main(["fit", *recipe, *([words] if "{" in words else words.split())]) == 2
         assert f"fix:     {said}" in capsys.readouterr().err, words
+    for words, fix in (("generate runs/my run", "--model 'runs/my run'"), ("export runs/x", "--ckpt runs/x")):
+        verb, _, path = words.partition(" ")
+        assert main([verb, path]) == 2
+        assert capsys.readouterr().err.endswith(f"fix:     write lit-fsdp {verb} {fix}\n")
 
 
 def test_what_is_converted_and_what_is_said_agree():
