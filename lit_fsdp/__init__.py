@@ -72,3 +72,8 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'lit_fsdp' has no attribute {name!r}")
     return getattr(importlib.import_module(f"lit_fsdp.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    """The public names, for completion in notebooks."""
+    return sorted({*globals(), *__all__})

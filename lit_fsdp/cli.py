@@ -8,6 +8,7 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch.distributed as dist
 import yaml
 from jsonargparse import Namespace
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
@@ -93,6 +94,7 @@ class RecipeCLI(LightningCLI):
         words = [] if isinstance(args, (dict, Namespace)) else list(sys.argv[1:] if args is None else args)
         self.verb = words.pop(0) if words and words[0] in _STAGES else None
         self.exit_code = 0
+        self._raised: Exception | None = None  # by the constructor of a class of the recipe
         own_model = model_class is None or (isinstance(model_class, type) and issubclass(model_class, CausalLMModule))
         self._is_foreign_model = not own_model
         setup_logging()
@@ -101,6 +103,7 @@ class RecipeCLI(LightningCLI):
         for verb in self.subcommands() if kwargs.get("run", True) else ():
             strict[verb] = {"allow_abbrev": False, "exit_on_error": False, "usage": f"lit-fsdp {verb} {usage}"}
             strict[verb] |= {"description": _TEXTS[verb]} if verb in _TEXTS else {}  # Lightning's stop in mid-sentence
+        self._supports_loading = bool(kwargs.get("load_from_checkpoint_support"))
         kwargs["parser_kwargs"] = {"prog": "lit-fsdp", **strict} | (kwargs.get("parser_kwargs") or {})
         own = {"seed_everything_default": 0, "load_from_checkpoint_support": False}
 
@@ -147,7 +150,9 @@ class RecipeCLI(LightningCLI):
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
         """Lightning's parser; jsonargparse 5 removes ``instantiate_classes``, which lightning 2.6 calls."""
         parser: Any = super().init_parser(**kwargs)
-        parser.instantiate_classes = parser.instantiate
+        # with that support, Lightning itself constructs modules and data modules
+        base = Callback if self._supports_loading else object
+        parser.instantiate_classes = partial(parser.instantiate, instantiators=[(self._construct, base, True)])
         return parser
 
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
@@ -237,10 +242,28 @@ class RecipeCLI(LightningCLI):
 
     # -- what is built
 
+    def _construct(self, cls: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return cls(*args, **kwargs)
+        except Exception as error:
+            self._raised = error
+            raise
+
+    def _instantiate(self) -> None:
+        """Build all classes; an exception of a constructor is not wrapped in one about the types of the argument."""
+        self._raised = None
+        try:
+            super().instantiate_classes()
+        except ValueError as error:
+            cause: Any = self._raised
+            if cause is None or cause is error or not str(error).startswith("Does not validate against"):
+                raise
+            raise RefusedByLightning(cause) if _is_lightnings(cause) else cause from None
+
     def instantiate_classes(self) -> None:
         """Build everything; other loggers resume their runs, which does not become part of the recipe."""
         if not self.verb:
-            super().instantiate_classes()
+            self._instantiate()
             return
         SIGNAL_FLAGS.can_save = SIGNAL_FLAGS.can_save or self.verb == "fit"
         SIGNAL_FLAGS.install()
@@ -255,7 +278,7 @@ class RecipeCLI(LightningCLI):
             manifest = self.resume.manifest
             step = (manifest.global_step if manifest else 0) if self.resume.path or is_requeued() else None
             resume_loggers(self._section().trainer, folder, step)
-        super().instantiate_classes()
+        self._instantiate()
         self.config = original
         split, data = _STAGES[self.verb][0], self.datamodule
         if self._has_own_data() and not isinstance(self.model, CausalLMModule) and not data.config.has(split):

@@ -86,7 +86,7 @@ class Checkpoint(ModelCheckpoint):
         """Note the first step; a run folder that already contains checkpoints can only be resumed."""
         if self._schedule is not None:  # Lightning does not call it for an epoch that is resumed in the middle
             self._schedule.on_train_epoch_start(trainer)
-        loop = trainer.fit_loop
+        loop: Any = trainer.fit_loop
         if loop.restarted_mid_epoch and loop.epoch_progress.total.processed == loop.epoch_progress.total.ready:
             # Lightning ends that epoch, but then does not count the next one, and the run would have one too many
             loop.reset_restart_stage()

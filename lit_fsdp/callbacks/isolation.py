@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import logging
+import math
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -22,7 +23,7 @@ from lit_fsdp.checkpoint.ranks import Ranks
 from lit_fsdp.errors import CheckpointError, ConfigError
 from lit_fsdp.host import cache_root
 from lit_fsdp.metrics.hardware import device_name, is_accelerator
-from lit_fsdp.models.packing import measure_isolation, proof_batch
+from lit_fsdp.models.packing import measure_isolation, proof_batch, tokens_of_one_scale
 from lit_fsdp.models.preference import evaluating
 from lit_fsdp.parallel.base import EngineStrategy
 
@@ -97,6 +98,7 @@ class IsolationProof(Callback):
     def _prove_once(self, trainer: Trainer, batch: Mapping[str, Any], shares: bool = False) -> None:
         """Prove isolation unless a proof is cached, and write it to the run folder."""
         module: Any = trainer.lightning_module
+        self._check_length(trainer, module, batch)
         path, is_fixed = _remembered_at(trainer.strategy, module, shares), not module.config.trust_remote_code
 
         def read() -> Any:
@@ -115,6 +117,16 @@ class IsolationProof(Callback):
             text = "isolation proved for {model_type}, {attn_implementation}, {compute_dtype}: with other neighbors a "
             text += "packed sample changes by {largest_change:.1e} of its size (allowed: {tolerance:g})"
             print(text.format(**record) + ("; pairs share their prompts" if shares else ""), file=sys.stderr)
+
+    @staticmethod
+    def _check_length(trainer: Trainer, module: Any, batch: Mapping[str, Any]) -> None:
+        """Refuse rows that are longer than what the proof, with its few tokens, is valid for."""
+        config = getattr(getattr(trainer, "datamodule", None), "config", None)
+        sides = 2 if getattr(module, "is_preference", False) else 1
+        sizes = (getattr(config, name, None) for name in ("max_seq_length", "micro_batch_size"))
+        longest = max(batch["input_ids"].numel(), sides * math.prod(size or 1 for size in sizes))
+        if longest > (reach := tokens_of_one_scale(module)):
+            raise _refusal(module, f"beyond {reach:.0f} tokens its scale of queries depends on the position in the row")
 
     def prove(self, trainer: Trainer, batch: Mapping[str, Any], shares: bool = False) -> dict[str, Any]:
         """Measure isolation of samples, or of pairs with a shared prompt, for ``isolation.json``; collective.

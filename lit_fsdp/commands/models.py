@@ -71,6 +71,9 @@ def run_export(argv: Sequence[str]) -> int:
     return 0
 
 
+_EMPTY = "The answer is empty: the model ended its turn at once, or wrote only blanks and special tokens."
+
+
 def run_generate(argv: Sequence[str]) -> int:
     """Run ``lit-fsdp generate`` and return the exit code."""
     text = "Answer a prompt, or chat line by line, with an exported model or adapter and its chat template."
@@ -81,6 +84,8 @@ def run_generate(argv: Sequence[str]) -> int:
     parser.add_argument("--system", help="system message")
     parser.add_argument("--max_new_tokens", type=int, default=256, help="maximum answer length in tokens (default 256)")
     options = parse(parser, argv)
+    most = options.max_new_tokens
+    require(most >= 1, "--max_new_tokens", most, ">= 1", "write --max_new_tokens 256")
     with heavy_imports():
         from transformers.utils.logging import disable_progress_bar
 
@@ -90,11 +95,12 @@ def run_generate(argv: Sequence[str]) -> int:
     chat = Chat(options.model, options.system, options.max_new_tokens, options.base)
     if options.prompt is not None:
         print(answer := chat.answer(options.prompt))
-        if not answer:
-            print("The answer is empty: the model ended its turn at once.", file=sys.stderr)
+        if not answer.strip():
+            print(_EMPTY, file=sys.stderr)
         return 0
     if sys.stdin.isatty():
         print("Write a message; an empty line ends the chat.", file=sys.stderr)
     for line in iter(lambda: sys.stdin.readline().strip(), ""):
-        chat.answer(line, streams=True)
+        if not chat.answer(line, streams=True).strip():
+            print(_EMPTY, file=sys.stderr)
     return 0

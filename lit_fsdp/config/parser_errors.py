@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import importlib
 import importlib.util
+import inspect
 import re
 from argparse import ArgumentError
 from collections.abc import Callable, Iterable
@@ -49,7 +50,7 @@ def parser_error(message: str, known: Iterable[str]) -> ConfigError:
     if denied:
         return not_allowed(key, denied[1])
     unknown = re.search(r"(?:unrecognized arguments: -*|Option '|Group '(\w+)' .* option ')([^\s'=]+)", message)
-    if unknown:
+    if unknown and unknown[2] != inner:  # else a value of that argument is wrong
         name = f"{unknown[1]}.{unknown[2]}" if unknown[1] else unknown[2]
         inside = re.search(r"class_path 'lit_fsdp\.config\.(\w+)\.(\w+)'", message)
         if inside:
@@ -79,7 +80,13 @@ def parser_error(message: str, known: Iterable[str]) -> ConfigError:
         if full.startswith("model.preference") and "model.preference" not in every:
             fix = f"set model.class_path: {PREFERENCE}"
         names = ", ".join(one.rpartition(".")[2] for one in beside)
-        if not names:  # of a foreign class
+        if not names and (owner := re.search(r"given class_path '([\w.]+)\.(\w+)'", message)):  # a foreign class
+            cls = getattr(importlib.import_module(owner[1]), owner[2])
+            beside = [one for one in inspect.signature(cls).parameters if one not in ("args", "kwargs")]
+            near = _nearest(full.rpartition(".")[2], beside)
+            fix = f"write {full.rpartition('.')[0]}.{near}" if near else "remove it"
+            return ConfigError(full, UNKNOWN_KEY, f"an argument of {owner[2]}: {', '.join(beside)}", fix)
+        if not names:
             return ConfigError(full, UNKNOWN_KEY, "an argument of that class", "remove it")
         return ConfigError(full, UNKNOWN_KEY, f"one of {names}", fix)
     whole = re.search(r"Unable to load config '(.*?)'\n|thus '?(.*?)'? is not accepted as class_path", message)
@@ -95,6 +102,10 @@ def parser_error(message: str, known: Iterable[str]) -> ConfigError:
         return ConfigError(key, f"{lost[1]} ({lost[2]})", "an importable class of this type")
     if key.startswith("trainer.logger") and "save_dir=None" in message:
         return ConfigError(f"{key}.save_dir", "no value", "a folder", f"add --{key}.save_dir FOLDER")
+    if lacks := re.search(r"given class_path '([\w.]+)':\s+the following arguments are required: ([\w, ]+)", message):
+        name = lacks[2].partition(",")[0]
+        fix = f"add --{key}.{name} VALUE, or {name} in its init_args"
+        return ConfigError(key, f"{lacks[1]} without {lacks[2]}", "its arguments without a default", fix)
     value = re.search(r"(?:Got|Given) value: (.*)", message)
     wanted = re.findall(r"Expected an? (.*?)(?:\. Got value.*)?$", message, re.MULTILINE)
     if not value or not wanted:
@@ -111,7 +122,9 @@ def parser_error(message: str, known: Iterable[str]) -> ConfigError:
     if is_section or "import path" in message or "valid subclass" in message:
         shown.append("a mapping" if is_section else "a class, as {class_path: NAME, init_args: {...}}")
     words = [word for one in plain if one.startswith("Literal") for word in re.findall(r"'([^']+)'", one)]
-    near, allowed = _nearest(value[1].lower(), words), " | ".join(dict.fromkeys(shown))
+    mixed = f"{value[1].lower().removeprefix('fp')}-mixed"  # as bf16 and fp16 mean in other trainers
+    near = mixed if mixed in words else _nearest(value[1].lower(), words)
+    allowed = " | ".join(dict.fromkeys(shown))
     given, fix = _as_yaml(value[1]), f"write {key}: {near}" if near else ""
     if key == "model.lora" or ("a list" in shown and (given[:1] == "{" or ("," in given and given[:1] != "["))):
         fix = f"write {section_fix(key) if key == 'model.lora' else f'{key}: [{given}]'}"

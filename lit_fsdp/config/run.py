@@ -230,7 +230,7 @@ def _training_ends(run: RunConfig) -> None:
     ends = steps > 0 or (epochs or 0) > 0 or run.trainer["max_time"] or run.trainer["fast_dev_run"]
     require(ends, "trainer.max_steps", steps, "max_steps or max_epochs >= 1", "set trainer.max_steps: 1000")
     warmup = run.model.optim.warmup_steps
-    given, fix = f"{warmup} with trainer.max_steps {steps}", f"set warmup_steps: {max(0, steps // 10)}"
+    given, fix = f"{warmup} with trainer.max_steps {steps}", f"set model.optim.warmup_steps: {max(0, steps // 10)}"
     require(not 0 < steps < warmup, "model.optim.warmup_steps", given, f"at most max_steps ({steps})", fix)
 
 

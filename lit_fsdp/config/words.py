@@ -135,6 +135,8 @@ def underscored(word: str) -> str:
 _OTHER_MEANING = "min_lr fsdp fsdp_version distributed_type sharding_strategy fsdp_sharding_strategy dataset_text_field"
 """Keys whose values mean something else here."""
 _LOSSES = ("ipo", "orpo", "simpo")
+_ARGUMENTS = ("model.lora.", "model.class_path", "trainer.callbacks.", "trainer.logger.")
+"""Beginnings of keys that no parser lists, as they depend on other values."""
 
 
 def as_flag(error: ConfigError, argv: Sequence[str], known: Collection[str]) -> str:
@@ -151,9 +153,7 @@ def as_flag(error: ConfigError, argv: Sequence[str], known: Collection[str]) -> 
         return fix
     key, value = found[1], (found[2] or "").strip("'\"")
     beside = f"{field.rpartition('.')[0]}.{key}"
-    key = next(
-        (one for one in (key, beside) if one in known or one.startswith(("model.lora.", "model.class_path"))), ""
-    )
+    key = next((one for one in (key, beside) if one in known or one.startswith(_ARGUMENTS)), "")
     _, equals, own = argv[flags[-1]].partition("=")
     following = list(itertools.takewhile(lambda word: not word.startswith("--"), argv[flags[-1] + 1 :]))
     if not equals:

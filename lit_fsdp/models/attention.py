@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
+import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from itertools import accumulate
@@ -25,8 +27,8 @@ from lit_fsdp.models.context import ContextGroup
 
 BY_SAMPLE = "sdpa_by_sample"
 """Name of this backend in transformers; :func:`by_sample` sets it."""
-_OWN_MASKS = "axk2 deepseek_v32 doge gemma4_text gemma4_unified_text glm_moe_dsa".split()
-"""Families of transformers (5.24) that slice a mask or derive their own from it."""
+_OWN_MASKS = re.compile(r'_attn_implementation (?:in \([^)]*"sdpa"[^)]*\)|== "sdpa")')
+"""Code of families that derive a mask of their own, but for transformers' own SDPA only (5.24: 10 families)."""
 _running: list[Sequence[int] | None] = []
 """The ``sample_lengths`` of the running forward passes, the innermost last."""
 
@@ -39,11 +41,23 @@ def is_causal(model: torch.nn.Module) -> bool:
     return all(getattr(module, "is_causal", True) is not False for module in model.modules())
 
 
+@functools.cache
+def _derives_masks(cls: Any) -> bool:
+    """Whether a model class slices a mask or derives its own from it, as those with an index of keys do."""
+    try:
+        return cls.__name__.startswith("Doge") or bool(
+            _OWN_MASKS.search(inspect.getsource(sys.modules[cls.__module__]))
+        )
+    except (OSError, TypeError):  # no source
+        return False
+
+
 def by_sample(model: Any, is_wanted: bool) -> None:
     """Switch a model that uses SDPA to attention sample by sample, or back to that of transformers; in place."""
     before, kind = model.config._attn_implementation, model.config.model_type
     of_transformers = "eager" if kind in WITHOUT_SDPA else "sdpa"
-    fits = model._supports_attention_backend and kind not in _OWN_MASKS and is_causal(model)
+    has_own = _derives_masks(type(model))  # type: ignore[arg-type]
+    fits = model._supports_attention_backend and not has_own and is_causal(model)
     if fits and before in ((of_transformers, "sdpa") if is_wanted else (BY_SAMPLE,)):  # older versions report sdpa
         name = BY_SAMPLE if is_wanted else of_transformers
         if kind in WITHOUT_SDPA:  # for these transformers refuses any name that contains sdpa

@@ -9,6 +9,7 @@ Shapes: B packs, T tokens of each, N samples of all packs, L tokens of each, D h
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -189,6 +190,15 @@ def _sharing_batch(ids_NL: torch.Tensor) -> dict[str, Any]:
     padded = {"input_ids": ids_NL, "labels": labels_NL, "attention_mask": torch.ones_like(ids_NL)}
     row: dict[str, Any] = pairs_in_one_row({**padded, "counts": torch.zeros(4, dtype=torch.int64)}, True)[ONE_ROW]
     return row
+
+
+def tokens_of_one_scale(model: torch.nn.Module) -> float:
+    """Longest row in which no layer scales queries by their position in the row instead of in their sample.
+
+    Llama 4 does so in layers without rotary embeddings, from its ``floor_scale`` on (transformers 5.24).
+    """
+    scaled = (m for m in model.modules() if getattr(m, "attn_temperature_tuning", False) and hasattr(m, "floor_scale"))
+    return min((float(m.floor_scale) for m in scaled if not getattr(m, "use_rope", True)), default=math.inf)  # type: ignore[arg-type]
 
 
 def measure_isolation(

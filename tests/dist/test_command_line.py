@@ -48,7 +48,14 @@ def test_resumes_at_the_ends_of_epochs_do_not_add_one(tmp_path: Path) -> None:
     rows = [{"prompt": f"What is 1 + {n}?", "completion": str(n + 1)} for n in range(8)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = ["--data.train", "rows.jsonl", "--trainer.devices", "1", "--trainer.val_check_interval", "1.0"]
-    words += ["--trainer.check_val_every_n_epoch", "1", "--trainer.max_epochs", "3", "--trainer.default_root_dir", "run"]
+    words += [
+        "--trainer.check_val_every_n_epoch",
+        "1",
+        "--trainer.max_epochs",
+        "3",
+        "--trainer.default_root_dir",
+        "run",
+    ]
     for steps, more in (("2", []), ("4", ["--ckpt_path", "last"]), ("-1", ["--ckpt_path", "last"])):
         one = ["--trainer.max_steps", steps, *more]
         done = lit_fsdp("fit", *SMOKE, *words, *one, cwd=tmp_path, python=server().python)

@@ -192,6 +192,23 @@ def test_a_strategy_of_lightning(here: Path) -> None:
     assert told()["step"] == 3
 
 
+def test_arguments_of_callbacks_are_refused_in_one_sentence(here: Path) -> None:
+    """Also those that only their constructors refuse."""
+    words = ("fit", "--config", "ours.yaml", "--allow-imports", "mine", "--trainer.callbacks")
+    stop = ("EarlyStopping", "--trainer.callbacks.monitor", "val_loss")
+    for callback, sentence in (
+        (("EarlyStopping",), "EarlyStopping without monitor"),
+        ((*stop, "--trainer.callbacks.patience", "x"), "trainer.callbacks.patience: got x\n  allowed: a whole number"),
+        ((*stop, "--trainer.callbacks.patients", "3"), "fix:     write --trainer.callbacks.patience 3"),
+        ((*stop, "--trainer.callbacks.mode", "least"), "error: trainer: `mode` can be min, max, got least"),
+        (("lit_fsdp.EMAWeights", "--trainer.callbacks.decay", "2"), "error: EMAWeights.decay: got 2.0"),
+    ):
+        found = said_by(*words, *callback, code=2)
+        assert sentence in found, callback
+        assert "Namespace" not in found
+        assert "Traceback" not in found
+
+
 def test_what_lightning_refuses_is_one_sentence(here: Path) -> None:
     words = ("fit", "--config", "ours.yaml", "--allow-imports", "mine", "--data.val", "generated:16")
     said = said_by(*words, "--trainer.val_check_interval", "1000", code=2)

@@ -87,6 +87,8 @@ def test_a_fix_is_a_flag_to_paste_with_the_users_value(capsys: pytest.CaptureFix
         ("--model.optim.decay_ratio 0.5", "write --model.optim.schedule wsd\n"),
         ("--trainer.limit_train_batches 0.5", "set trainer.max_steps\n"),
         ("--model.optim.class_path torchao.optim.AdamW4bit", "write torchao.optim.AdamW8bit\n"),
+        ("--trainer.strategy.init_args.precision bf16", "write --trainer.strategy.init_args.precision bf16-mixed\n"),
+        ("--trainer.strategy.init_args.precision fp16", "write --trainer.strategy.init_args.precision 16-mixed\n"),
     ):
         assert main(["fit", *recipe, *([words] if "{" in words else words.split())]) == 2
         assert f"fix:     {said}" in capsys.readouterr().err, words

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 
 import peft
@@ -10,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GenerationConfig
 
+from lit_fsdp.__main__ import main
 from lit_fsdp.config.model import LoraConfig, ModelConfig
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.models.base import BaseWeights, describe_base, find_base
@@ -104,3 +106,18 @@ def test_an_adapter_on_random_weights_says_how_to_ask_it(tmp_path):
     miniature_tokenizer().save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"initialized randomly(?s:.*)export --merge, and name that folder"):
         Chat(str(tmp_path))
+
+
+def test_what_cannot_be_generated_and_an_answer_without_text(tmp_path, capsys, monkeypatch):
+    assert main(["generate", "--model", "model", "--max_new_tokens", "0"]) == 2
+    assert capsys.readouterr().err.endswith("allowed: >= 1\n  fix:     write --max_new_tokens 256\n")
+    (tmp_path / "run/checkpoints").mkdir(parents=True)
+    for name in ("run", "run/best"):
+        with pytest.raises(ConfigError, match=f"export --ckpt {tmp_path / name} --out NEW"):
+            Chat(str(tmp_path / name))
+    monkeypatch.setattr("lit_fsdp.models.generate._loaded", lambda *_: (None, None))
+    monkeypatch.setattr("lit_fsdp.models.generate.answer_batch", lambda *_: [" \n"])
+    for words, line in ((["--prompt", "Hello"], ""), ([], "Hello\n")):
+        monkeypatch.setattr("sys.stdin", io.StringIO(line))
+        assert main(["generate", "--model", "model", *words]) == 0
+        assert "The answer is empty" in capsys.readouterr().err

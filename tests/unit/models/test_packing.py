@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 from typing import Any
 
@@ -16,7 +17,7 @@ from lit_fsdp.data.batches import collate, collate_packs
 from lit_fsdp.models import attention
 from lit_fsdp.models.attention import by_sample
 from lit_fsdp.models.loss import causal_lm_forward, plan_loss, sample_losses
-from lit_fsdp.models.packing import Isolation, last_hidden_states, measure_isolation, model_inputs
+from lit_fsdp.models.packing import Isolation, last_hidden_states, measure_isolation, model_inputs, tokens_of_one_scale
 from tests.unit.models.families import FAMILIES as FAMILIES_OF_ALL
 from tests.unit.models.families import FEW, random_model
 
@@ -90,6 +91,27 @@ def test_packed_is_as_alone_in_fp32():
                 alone = {"input_ids": ids, "position_ids": torch.arange(end - begin)[None]}
                 found, wanted = packed[begin:end], last_hidden_states(model, alone, "sdpa")[0]
                 assert (found - wanted).norm() / wanted.norm() <= 5e-6, (family, is_split)
+
+
+@pytest.mark.skipif("minimax_m3_vl_text" not in FAMILIES_OF_ALL, reason="a family of newer releases of transformers")
+def test_a_family_that_picks_keys_by_blocks_keeps_doing_so():
+    sparse = {"layer_types": ["full_attention", "minimax_m3_sparse"], "index_block_size": 4, "index_topk_blocks": 2}
+    ids = torch.randint(3, 100, (1, 40), generator=torch.Generator().manual_seed(0))
+    plain, ours = (random_model("minimax_m3_vl_text", is_split, **sparse) for is_split in (False, True))
+    with torch.no_grad():
+        assert torch.equal(ours(input_ids=ids).logits, plain(input_ids=ids).logits)
+    dense = random_model("minimax_m3_vl_text", False, layer_types=["full_attention"] * 2)
+    assert ours.config._attn_implementation == dense.config._attn_implementation == "sdpa"
+
+
+def test_llama_4_scales_queries_by_their_position_in_the_row():
+    """From ``floor_scale`` tokens on, in layers without rotary embeddings, so that longer rows are refused."""
+    changes = {"no_rope_layers": [1, 0], "layer_types": ["chunked_attention", "full_attention"], "attn_scale": 0.5}
+    for floor_scale, leaks in ((8, True), (8192, False)):
+        model = random_model("llama4_text", True, **changes, floor_scale=floor_scale)
+        assert tokens_of_one_scale(model) == floor_scale
+        assert (_isolation(model).moved > 1e-3) is leaks
+    assert tokens_of_one_scale(random_model("llama4_text", True)) == math.inf
 
 
 @pytest.mark.parametrize("family", [family for family in WITHOUT_SDPA if family in FAMILIES_OF_ALL])
