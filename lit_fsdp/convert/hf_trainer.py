@@ -71,6 +71,46 @@ ARGUMENTS: Table = {
 }  # fmt: skip
 
 
+_TRL: Table = {  # its ModelConfig and ScriptArguments, 1.16
+    **rows("use_peft load_in_4bit dataset_name", None),
+    "lora_r": Keep("model.lora.r"),
+    "lora_alpha": Keep("model.lora.alpha"),
+    "lora_dropout": Keep("model.lora.dropout"),
+    "lora_target_modules": Keep("model.lora.target_modules"),
+    "lora_modules_to_save": Keep("model.lora.modules_to_save"),
+    "use_rslora": Keep("model.lora.use_rslora"),
+    "use_dora": Keep("model.lora.use_dora"),
+    "use_bnb_nested_quant": Keep("model.lora.double_quantization"),
+    **rows("bnb_4bit_quant_type bnb_4bit_quant_storage", Drop("4-bit weights are NF4", "nf4 uint8")),
+    "lora_task_type": Drop("the model is causal", "CAUSAL_LM"),
+    "attn_implementation": Keep("model.attn_implementation"),
+    "dataset_test_split": Drop("data.val names the validation rows"),
+    **rows("dataset_streaming ignore_bias_buffers", Drop("it does not change what is trained")),
+}
+"""Keys of TRL's scripts besides its training arguments."""
+
+
+def put_adapters(conversion: Conversion, source: Source) -> None:
+    """Convert TRL's choice of adapters, with its defaults, and the name of its data."""
+    adapters, bits = source.take("use_peft", False), source.take("load_in_4bit", False)
+    if adapters.on:
+        conversion.say(adapters, "kept as model.lora")
+        conversion.put("model.lora", {"r": 16, "alpha": 32, "dropout": 0.05, "target_modules": None})
+    else:
+        conversion.drop(adapters, "all weights are trained")
+    if adapters.on and bits.on:
+        conversion.keep(bits, "model.lora.quantize", "nf4")
+        conversion.put("model.lora.double_quantization", False)
+    else:
+        conversion.drop(bits, "only the base of adapters is quantized", differs=bits.on)
+    if not adapters.on:
+        source.ignore("lora_ use_rslora use_dora use_bnb_nested_quant bnb_", "there are no adapters")
+    data, split = source.take("dataset_name"), source.take("dataset_train_split", "train")
+    if data.key:
+        conversion.keep(data, "data.train", f"{data.value}:{split.value}")
+    conversion.drop(split, "part of data.train")
+
+
 def convert_hf_trainer(
     conversion: Conversion, values: dict[str, Any], folder: Path, ranks: int | None, num_nodes: int
 ) -> None:
@@ -80,7 +120,7 @@ def convert_hf_trainer(
             values[key] = read_mapping(key, values[key], folder) if values[key] else None
     first = {"reshard_after_forward": Keep("sharding", SHARDINGS), "limit_all_gathers": Keep("limit_all_gathers")}
     version, table = fsdp_table(values, "2", first)
-    source = Source(conversion, {**ARGUMENTS, **table}, values)
+    source = Source(conversion, {**ARGUMENTS, **_TRL, **table}, values)
     put_ranks(conversion, ranks, num_nodes)
     cpu = source.take("use_cpu", False)
     conversion.keep(cpu, "trainer.accelerator", "cpu" if cpu.on else "auto")
@@ -93,6 +133,7 @@ def convert_hf_trainer(
     for word in words:
         put_precision(conversion, word)
     put_loop(conversion, source, values)
+    put_adapters(conversion, source)
     source.rest()
     for path, value in FILLED_IN.items():
         conversion.put(path, value)

@@ -78,3 +78,17 @@ def test_what_does_not_names_the_key() -> None:
         found = [str(fate) for fate in convert(kind, given).fates if fate.differs]
         assert [one[: len(line)] for one in found] == [line]
         assert found[0].endswith(" [trains differently]")
+
+
+def test_adapters_and_data_of_trl() -> None:
+    """With its defaults; what it ignores without ``use_peft`` is ignored."""
+    given = {"use_peft": True, "lora_r": 8, "load_in_4bit": True, "dataset_name": "trl-lib/Capybara"}
+    found = convert("hf-trainer", given, 1)
+    assert not found.differs
+    lora = {"r": 8, "alpha": 32, "dropout": 0.05, "target_modules": None, "quantize": "nf4"}
+    assert found.recipe["model"]["lora"] == {**lora, "double_quantization": False}
+    assert found.recipe["data"]["train"] == "trl-lib/Capybara:train"
+    whole = convert("hf-trainer", {"lora_r": 8, "use_dora": True, "dataset_train_split": "train"}, 1)
+    assert "lora" not in whole.recipe["model"]
+    assert not whole.differs
+    assert convert("hf-trainer", {"load_in_4bit": True}, 1).differs
