@@ -266,6 +266,11 @@ class CausalLMModule(LightningModule):
         except (TypeError, ValueError) as error:
             raise ConfigError("model.optim", f"{optim.optimizer}: {error}", "what its constructor accepts") from error
         total = self._total_steps(optim)
+        if optim.schedule != "constant" and total < optim.warmup_steps and self.global_rank == 0:
+            text = (
+                "the learning rate never reaches model.optim.lr: model.optim.warmup_steps is %d, the run has %d steps"
+            )
+            _log.warning(text, optim.warmup_steps, total)
         scheduler = LambdaLR(optimizer, lambda step: schedule_factor(optim, step, total))
         options = [{name: value for name, value in g.items() if name != "params"} for g in optimizer.param_groups]
         self._configured = scheduler, options

@@ -152,6 +152,13 @@ def test_the_learning_rate_follows_the_schedule_to_the_earlier_end():
     assert [logged["lr"] for logged in recorder.logged] == pytest.approx([1.0, 0.75, 0.5, 0.25])
 
 
+def test_a_warmup_that_epochs_end_is_warned_of(caplog):
+    for steps, is_too_long in ((5, True), (4, False)):
+        caplog.clear()
+        fit([rows(1)] * 4, module(lr=1.0, schedule="cosine", warmup_steps=steps))
+        assert ("warmup_steps is 5, the run has 4 steps" in caplog.text) is is_too_long
+
+
 def test_a_schedule_needs_an_end():
     """Epochs of a stream are none."""
     stream = (rows(1) for _ in range(3))
