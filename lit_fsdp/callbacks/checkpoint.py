@@ -88,7 +88,8 @@ class Checkpoint(ModelCheckpoint):
             self._schedule.on_train_epoch_start(trainer)
         loop: Any = trainer.fit_loop
         if loop.restarted_mid_epoch and loop.epoch_progress.total.processed == loop.epoch_progress.total.ready:
-            # Lightning ends that epoch, but then does not count the next one, and the run would have one too many
+            # Lightning (2.6) ends that epoch, but then does not begin and count the next one, so that a second resume
+            # would train one epoch too many: delete when findings/second-resume-trains-one-epoch-more.sh changes
             loop.reset_restart_stage()
         found = Ranks().first(f"looking at {trainer.default_root_dir}", lambda: self._begin(trainer))
         self._saved_step = trainer.global_step
