@@ -38,7 +38,7 @@ STRATEGY = "trainer.strategy.init_args"
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """The ``checkpoint`` section: arguments of :class:`lit_fsdp.Checkpoint`."""
+    """The ``checkpoint`` section: arguments of ``lit_fsdp.Checkpoint``."""
 
     every_steps: int | None = None
     """Optimizer steps between checkpoints; the run also saves at the end, on a signal and after the best validation."""
@@ -87,7 +87,7 @@ class ResumeConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplesConfig:
-    """The ``samples`` section: arguments of :class:`lit_fsdp.Samples`."""
+    """The ``samples`` section: arguments of ``lit_fsdp.Samples``."""
 
     prompts: str | int | None = None
     """Prompts that the model answers during training: the number of first validation rows to use, or a source of rows

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
 from collections.abc import Mapping
@@ -119,7 +120,9 @@ def find_template(choice: str | None, tokenizer: Any, kwargs: Mapping[str, Any] 
         try:
             return ChatTemplate(Path(choice).expanduser().read_text(encoding="utf-8"), variables)
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(_FIELD, f"{choice} ({error})", _ALLOWED, "check the name or path") from error
+            near = difflib.get_close_matches(choice, _NEEDS, n=1)
+            fix = f"write {_FIELD}: {near[0]}" if near else "check the name or path"
+            raise ConfigError(_FIELD, f"{choice} ({error})", _ALLOWED, fix) from error
     if not tokenizer.chat_template:
         return None
     return ChatTemplate(tokenizer.get_chat_template(), variables, tokenizer.get_chat_template(tools=[]))

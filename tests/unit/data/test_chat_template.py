@@ -57,6 +57,8 @@ def test_a_file(tokenizer: Any, tmp_path: Path):
     path.write_text(CHATML, encoding="utf-8")
     assert RowEncoder(tokenizer, DataConfig(chat_template=str(path))).chat_template == CHATML
     path.write_text("{% for m in messages %}\n{{ m.role ", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"got chatlm (?s:.*)fix:     write data\.chat_template: chatml$"):
+        RowEncoder(tokenizer, DataConfig(chat_template="chatlm"))
     with pytest.raises(ConfigError, match=r"^data\.chat_template: got .* error in line 2: unexpected end of template"):
         _text(tokenizer, chat_template=str(path))
     with pytest.raises(ConfigError, match=r"nowhere\.jinja .*\n  allowed: chatml, llama3, mistral, gemma, zephyr, pla"):
