@@ -28,7 +28,7 @@ from lit_fsdp.models.context import ContextGroup
 BY_SAMPLE = "sdpa_by_sample"
 """Name of this backend in transformers; :func:`by_sample` sets it."""
 _OWN_MASKS = re.compile(r'_attn_implementation (?:in \([^)]*"sdpa"[^)]*\)|== "sdpa")')
-"""Code of families that derive a mask of their own, but for transformers' own SDPA only (5.24: 10 families)."""
+"""Code of families that derive a mask of their own, but for transformers' own SDPA only (5.24: 11, and Falcon)."""
 _running: list[Sequence[int] | None] = []
 """The ``sample_lengths`` of the running forward passes, the innermost last."""
 
