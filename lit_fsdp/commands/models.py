@@ -71,7 +71,7 @@ def run_export(argv: Sequence[str]) -> int:
     return 0
 
 
-_EMPTY = "The answer is empty: the model ended its turn at once, or wrote only blanks and special tokens."
+_EMPTY = "The answer is empty: the model ended its turn at once, or generated only whitespace and special tokens."
 
 
 def run_generate(argv: Sequence[str]) -> int:

@@ -63,7 +63,7 @@ def _loaded(folder: str, base: str | None) -> tuple[Any, PreTrainedTokenizerBase
     is_known = is_adapter or ((place / "config.json").is_file() and base is None)
     allowed = "a model folder with config.json, or an adapter's with adapter_config.json"
     fix = "name a folder written by export; --base is for adapters"
-    is_run = any((one / "checkpoints").is_dir() for one in (place, place.parent)) and not is_known
+    is_run = any((one / "checkpoints").is_dir() for one in (place, place.parent))
     if is_run or (place / "manifest.json").is_file():
         fix = f"run lit-fsdp export --ckpt {folder} --out NEW, then lit-fsdp generate --model NEW"
     require(is_known, "--model", folder, allowed, fix)

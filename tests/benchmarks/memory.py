@@ -1,18 +1,19 @@
 """Predicted beside measured memory: three architectures, three shardings, with and without recomputation.
 
-    python tests/benchmarks/memory.py [WORD ...] [--length 4096]
+    python tests/benchmarks/memory.py [WORD ...]
 
 runs ``lit-fsdp fit`` for each cell of the table in ``docs/plan.md`` on two CPU ranks in fp32, or for those whose name
 has every WORD, and prints a row: whether live parameters, gradients and optimizer state are as the audit declares, and
 the growth of the resident set, predicted and measured. A minute or two a cell. With ``context`` it is one row of 4,096
-tokens (or of ``--length``) that two or four ranks share. Activations are what it adds to the growth with rows of 64
-tokens, compared with those of as many ranks which have their own rows. Its models have a vocabulary of 8,192.
+tokens that two or four ranks share, compared with that of as many ranks which have their own: the growth without state,
+gathered weights and their gradients, then without the growth of rows of 64 tokens. Its models have a vocabulary of
+8,192.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
+import sys
 import tempfile
 from pathlib import Path
 
@@ -22,8 +23,9 @@ from work import random_rows, save_rows
 from lit_fsdp.audit import audit_recipe
 from lit_fsdp.config.parser import load_recipe
 from lit_fsdp.models.tokenizers import miniature_tokenizer
+from lit_fsdp.plan.memory import rank_memory
 
-ROWS, SHORT = 4, 64
+ROWS, LONG, SHORT = 4, 4096, 64
 SIZES = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "num_attention_heads": 8}
 SIZES |= {"num_key_value_heads": 4, "vocab_size": 32768, "max_position_embeddings": 4096, "tie_word_embeddings": False}
 MODELS = {
@@ -44,14 +46,13 @@ CONTEXT = {f"context {degree} of {ranks}": (degree, ranks) for degree, ranks in 
 MALLOC = {"MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
 
 
-def measured(model: str, sharding: str, mode: str, length: int) -> tuple[str, int]:
-    """Run one cell; its row of the table, and the measured growth in bytes. ``length`` is for rows that ranks share."""
+def measured(model: str, sharding: str, mode: str, length: int = LONG) -> tuple[str, int, int]:
+    """Run one cell; its row of the table, and the growth in bytes, whole and without what is computed."""
     strategy, ranks, data, sizes = SHARDINGS.get(sharding), 2, DATA, MODELS[model]
     if strategy is None:
         degree, ranks = CONTEXT[sharding]
         strategy, sizes = {"engine": "fsdp2", "context_parallel": degree}, {**sizes, "vocab_size": 8192}
-        sizes["max_position_embeddings"] = length
-        data = {**DATA, "packing": False, "max_seq_length": length, "train": save_rows_of(length)}
+        data = {**DATA, "packing": False, "max_seq_length": length, "train": save_long_rows()}
         data |= {"micro_batch_size": 1, "global_batch_size": ranks // degree}
     with tempfile.TemporaryDirectory() as folder:
         config, recipe, run = (Path(folder, name) for name in ("config.json", "recipe.yaml", "run"))
@@ -69,31 +70,31 @@ def measured(model: str, sharding: str, mode: str, length: int) -> tuple[str, in
         audit = json.loads((run / "audit.json").read_text())
         live = [json.loads((run / f"states-{rank}.json").read_text()) for rank in range(ranks)]
         declared = audit_recipe(load_recipe(words, "audit").run)["state_per_rank"]
+        step = rank_memory(load_recipe(words, "plan").run).step
     promised = [[rank[f"{kind}_bytes"] for kind in ("parameter", "gradient", "optimizer")] for rank in declared]
     states = "exact" if promised * (ranks // len(promised)) == live else f"{promised} declared, {live} live"
     predicted, found = audit["predicted_peak_bytes"], max(audit["measured_peak_bytes_per_rank"])
     cells = [model, f"`{sharding}`", mode, states, f"{predicted / 2**30:.3f}", f"{found / 2**30:.3f}"]
-    return f"| {' | '.join(cells)} | {predicted / found - 1:+.1%} |", found
+    computed = max(map(sum, live)) + step.gathered + step.reduced
+    return f"| {' | '.join(cells)} | {predicted / found - 1:+.1%} |", found, found - computed
 
 
-def save_rows_of(length: int) -> str:
-    """A file of rows that are cut off at so many tokens."""
-    file = Path(tempfile.gettempdir(), f"lit_fsdp-rows-{length}.jsonl")
-    return str(save_rows(file, random_rows(8, length, length)))
+def save_long_rows() -> str:
+    """A file of rows that are cut at 4,096 tokens."""
+    file = Path(tempfile.gettempdir(), "lit_fsdp-long-rows.jsonl")
+    return str(save_rows(file, random_rows(8, 4096, 4096)))
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("words", nargs="*", help="of the cells that run")
-    parser.add_argument("--length", type=int, default=4096, help="tokens of a row that ranks share (default 4096)")
-    options = parser.parse_args()
     print("| model | sharding | recomputation | states | predicted GiB | measured GiB | difference |")
     print("|---|---|---|---|---|---|---|", flush=True)
-    whole = 0
-    choices = CONTEXT if "context" in options.words else SHARDINGS
+    whole = [1, 1]
+    choices = CONTEXT if "context" in sys.argv else SHARDINGS
     for cell in ((model, sharding, mode) for model in MODELS for mode in ("none", "full") for sharding in choices):
-        if all(word in " ".join(cell) for word in options.words):
-            row, found = measured(*cell, options.length)
-            others = found - measured(*cell, SHORT)[1] if cell[1] in CONTEXT else 0
-            whole = others if CONTEXT.get(cell[1], (0,))[0] == 1 else whole
-            print(row, f"{others / whole:.3f} |" if others else "", flush=True)
+        if all(word in " ".join(cell) for word in sys.argv[1:]):
+            row, found, others = measured(*cell)
+            if cell[1] in CONTEXT:
+                added = [others, found - measured(*cell, SHORT)[1]]
+                whole = added if CONTEXT[cell[1]][0] == 1 else whole
+                row += "".join(f" {one / of:.3f} |" for one, of in zip(added, whole, strict=True))
+            print(row, flush=True)

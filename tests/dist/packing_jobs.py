@@ -65,7 +65,10 @@ def packed_run(
 
 
 def leaking_run(folder: str, run: str, strategy: dict[str, Any], how: str) -> None:
-    """A run in which the ``mask`` overlooks packs, there is a ``2d`` one, or ``positions`` do not restart."""
+    """A run in which the ``mask`` overlooks packs, there is a ``2d`` one, or ``positions`` do not restart.
+
+    Or layers declare, as those of Llama 4, that a pack of 320 tokens gets another ``scale``.
+    """
     from transformers.models.llama import modeling_llama
 
     from lit_fsdp.data import batches
@@ -80,8 +83,11 @@ def leaking_run(folder: str, run: str, strategy: dict[str, Any], how: str) -> No
         ),
         "2d": (batches, "collate_packs", mask),
         "positions": (modeling_llama.LlamaRotaryEmbedding, "forward", _place_as_angle),
+        "scale": (modeling_llama.LlamaAttention, "floor_scale", 319),
     }
     setattr(*places[how])
+    modeling_llama.LlamaAttention.attn_temperature_tuning = True
+    modeling_llama.LlamaAttention.use_rope = False
     data = {"packing": True, "global_batch_size": 4, "micro_batch_size": 2, "max_seq_length": 160}
     packed_run(folder, run, strategy, 1, data)
 

@@ -100,8 +100,7 @@ def test_a_family_that_picks_keys_by_blocks_keeps_doing_so():
     plain, ours = (random_model("minimax_m3_vl_text", is_split, **sparse) for is_split in (False, True))
     with torch.no_grad():
         assert torch.equal(ours(input_ids=ids).logits, plain(input_ids=ids).logits)
-    dense = random_model("minimax_m3_vl_text", False, layer_types=["full_attention"] * 2)
-    assert ours.config._attn_implementation == dense.config._attn_implementation == "sdpa"
+    assert ours.config._attn_implementation == "sdpa"
 
 
 def test_llama_4_scales_queries_by_their_position_in_the_row():
