@@ -85,6 +85,9 @@ def run_plan(argv: Sequence[str]) -> int:
     parser.add_argument("--savings", action="store_true", help="only options that save memory, with flags to paste")
     parser.add_argument("--json", action="store_true", help="JSON instead of tables on standard output")
     options, words = parser.parse_known_args(argv)
+    for name in ("memory", "host_memory", "gpus", "nodes", "gpus_per_node"):
+        value, flag = getattr(options, name), f"--{name.replace('_', '-')}"
+        require(value is None or value > 0, flag, value, "a number greater than 0")
     require(not (options.savings and options.json), "--json", "with --savings", "only one of them")
     if options.gpu or options.memory:
         words.append("--trainer.accelerator=gpu")

@@ -128,6 +128,10 @@ def parser_error(message: str, known: Iterable[str]) -> ConfigError:
     given, fix = _as_yaml(value[1]), f"write {key}: {near}" if near else ""
     if key == "model.lora" or ("a list" in shown and (given[:1] == "{" or ("," in given and given[:1] != "["))):
         fix = f"write {section_fix(key) if key == 'model.lora' else f'{key}: [{given}]'}"
+    elif key == "data.columns" and given == "null":  # YAML reads {prompt:question} as a key without a value
+        fix = "put a blank after each colon: {prompt: question}"
+    elif "a mapping" in shown and (pair := re.fullmatch(r"(\w+):(\S+)", given)):
+        fix = f"write {key}: {{{pair[1]}: {pair[2]}}}"
     return ConfigError(key, given, allowed, fix)
 
 

@@ -10,6 +10,7 @@ from lit_fsdp.errors import ConfigError, require
 
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<rest>\d+(?::\d+){0,2})")
 _WORDS = re.compile(r"(?P<number>[1-9]\d*) ?(?P<unit>[dhm])[a-z]*")
+_SIZE = re.compile(r"\d+[KMGT]?", re.IGNORECASE)
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _OURS = re.compile(
     r"(MASTER_ADDR|MASTER_PORT|RANK|(LOCAL|NODE|GROUP)_RANK|(LOCAL_)?WORLD_SIZE|LIT_FSDP_EXIT_DIR"
@@ -85,6 +86,8 @@ class SlurmConfig:
     def __post_init__(self) -> None:
         if isinstance(self.mem, int):
             object.__setattr__(self, "mem", str(self.mem))
+        is_size = self.mem is None or _SIZE.fullmatch(str(self.mem))
+        require(is_size, "mem", self.mem, "a number with K, M, G or T, or of MiB; 0: all", "write mem: 480G")
         for field, least in (
             *(("nodes", 1), ("gpus_per_node", 0), ("cpus_per_task", 1)),
             *(("max_requeues", 0), ("signal_lead_seconds", 1), ("master_port", 1)),

@@ -89,7 +89,9 @@ _VALUES = {
     **{(key, theirs): f"model.optim.optimizer: {ours}" for key in ("optim", "optimizer") for theirs, ours in (
         *((f"{name}_8bit", "torchao.optim.AdamW8bit") for name in ("adamw", "paged_adamw", "adamw_bnb")),
         ("adafactor", "torch.optim.Adafactor"), ("sgd", "torch.optim.SGD"))},
-    **{("fsdp", f"{name} auto_wrap"): f"{_S}.sharding: {name}" for name in ("full_shard", "shard_grad_op")},
+    **{(key, f"{name}{more}"): f"{_S}.sharding: {name}" for more in ("", " auto_wrap")
+       for key in ("fsdp", "sharding_strategy", "fsdp_sharding_strategy")
+       for name in ("full_shard", "shard_grad_op", "hybrid_shard", "no_shard")},
 }  # fmt: skip
 """What a value of another trainer's key means here, where it differs from :data:`HERE`."""
 _CALLBACKS = "add trainer.callbacks: [{class_path: "
@@ -134,6 +136,8 @@ def underscored(word: str) -> str:
 
 _OTHER_MEANING = "min_lr fsdp fsdp_version distributed_type sharding_strategy fsdp_sharding_strategy dataset_text_field"
 """Keys whose values mean something else here."""
+_STEPS = ("eval_steps", "eval_interval")
+"""Keys that count optimizer steps, where ours counts micro-batches."""
 _LOSSES = ("ipo", "orpo", "simpo")
 _ARGUMENTS = ("model.lora.", "model.class_path", "trainer.callbacks.", "trainer.logger.")
 """Beginnings of keys that no parser lists, as they depend on other values."""
@@ -167,4 +171,5 @@ def as_flag(error: ConfigError, argv: Sequence[str], known: Collection[str]) -> 
     value = shlex.quote(value or own or "VALUE")
     if key == "model.class_path":
         return f"write --model {value}" + (f" --model.preference.loss {own.lower()}" if own.lower() in _LOSSES else "")
-    return f"write --{key} {value}"
+    counts = ", which counts micro-batches: accumulate_grad_batches to a step" if own_key in _STEPS else ""
+    return f"write --{key} {value}{counts}"

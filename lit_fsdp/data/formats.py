@@ -90,7 +90,8 @@ def num_alike(one: Sequence[Any], other: Sequence[Any]) -> int:
 def text_of(row: Mapping[str, Any], column: str, location: str) -> str:
     """Return a text column, or raise DataError."""
     if not isinstance(row.get(column), str):
-        raise DataError(f"{location}: {column}: text expected, not {_shown(row.get(column))}")
+        fix = f"write {column} as text, or remove the row (data.on_bad_row: drop)"
+        raise DataError(f"{location}: {column}: text expected, not {_shown(row.get(column))}\n  fix:     {fix}")
     return str(row[column])
 
 

@@ -8,6 +8,7 @@ Source: Johnson, Near-optimal bin packing algorithms, 1973; for packing training
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,6 +25,8 @@ from lit_fsdp.data.sources import content_hash
 from lit_fsdp.errors import DataError, require
 from lit_fsdp.host import is_first_process, say_once
 
+_log = logging.getLogger(__name__)
+_LOOKED_AT = 100
 _BITS = 512
 """Bits per word of the bitmap of free space: a search reads one word, and one bit for each other word."""
 
@@ -182,7 +185,18 @@ def plan_packs(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarr
 
 
 def describe_data(samples: Mapping[str, Samples], config: DataConfig, encoder: RowEncoder) -> dict[str, Any]:
-    """Summarize the data before step 1, as JSON: statistics of each split, and the settings that determine them."""
+    """Summarize the data before step 1, as JSON: statistics of each split, and the settings that determine them.
+
+    Logs a warning if the conversations of a split never supervise a token that could end an answer.
+    """
+    for name, split in samples.items():
+        if is_first_process() and (looked_at := _without_end(split, config, encoder)):
+            _log.warning(
+                "data.%s: none of the first %d samples supervises a special token, so the model does not learn to end "
+                "its answers; let the chat template end the assistant's turns with one, such as {{ eos_token }}, or "
+                "set data.chat_template: chatml",
+                *(name, looked_at),
+            )
     names = ("packing", "max_seq_length", "global_batch_size", "micro_batch_size", "truncation")
     turns = f"assistant turns ({config.supervise}{', each a sample' if config.split_turns else ''})"
     return {
@@ -191,6 +205,17 @@ def describe_data(samples: Mapping[str, Samples], config: DataConfig, encoder: R
         "template": config.chat_template or ("the tokenizer's own" if encoder.chat_template else "no"),
         "splits": {name: _described(split) for name, split in samples.items()},
     }
+
+
+def _without_end(split: Samples, config: DataConfig, encoder: RowEncoder) -> int:
+    """Return how many samples of conversations were searched for a supervised special token if none has one, else 0."""
+    if {source["format"] for source in split.rows.meta["sources"]} & {"text", "tokens"}:
+        return 0
+    ids = (*encoder.tokenizer.added_tokens_decoder, encoder.tokenizer.eos_token_id)
+    ends = [one for one in ids if one is not None]
+    whole = split.row_ids[split.lengths < config.max_seq_length]  # others may have lost their end
+    rows = [split.rows.row(int(row)) for row in whole[:_LOOKED_AT]]
+    return 0 if any(np.isin(ids[mask != 0], ends).any() for ids, mask in rows) else len(rows)
 
 
 def _described(split: Samples) -> dict[str, Any]:

@@ -44,8 +44,13 @@ def fetch(
             snapshot_download(name, allow_patterns=[*wanted, "*.bin"], **options)
         return folder
     except (_NETWORK_ERROR, errors.HFValidationError, OSError) as error:
+        field = "model.tokenizer" if what == "tokenizer" else "model.name"
+        if isinstance(error, errors.HFValidationError):  # not the name of a repository, so a path was meant
+            allowed = "a folder, GGUF file or config .json that exists, or a repository as owner/name"
+            fix = f"check the path, which is relative to {Path.cwd()}, or the name"
+            raise ConfigError(field, f"{name}, which does not exist", allowed, fix) from None
         raise ConfigError(
-            "model.tokenizer" if what == "tokenizer" else "model.name",
+            field,
             f"{name}, which could not be fetched ({redact(' '.join(str(error).split()))[:300]})",
             "a folder, GGUF file or config .json that exists, or a repository that can be reached or is in the cache",
             "for a gated model accept its terms on the hub and run hf auth login; without a network here run"

@@ -75,9 +75,13 @@ def data_table(record: Mapping[str, Any]) -> Table:
     packing = "packed" if record["packing"] else f"padded, {record['micro_batch_size']} to a micro-batch"
     splits = list(record["splits"].values())
     is_plain = bool(splits) and all(split.get("plain_text") == split["rows_read"] for split in splits)
-    template, loss_on = "no" if is_plain else record["template"], record["loss_on"]
+    formats = {source["format"] for split in splits for source in split["sources"]}
+    is_rendered = not is_plain and not formats <= {"text", "tokens"}
+    template, loss_on = record["template"] if is_rendered else "no", record["loss_on"]
     if is_plain and loss_on != "every token":
         loss_on = "completions"
+    elif not is_rendered and formats:
+        loss_on = "every token" if formats == {"text"} else "the tokens that the rows supervise"
     title = (
         f"Data: {template} chat template, loss on {loss_on}, "
         f"samples of at most {record['max_seq_length']:,} tokens, {packing}"

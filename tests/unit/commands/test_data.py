@@ -109,6 +109,30 @@ def test_plain_text_without_the_chat_template_is_counted_and_said(capsys: Out):
         assert ("plain text get no chat template; to get it, write them as messages" in shown) == bool(count)
 
 
+def test_texts_and_tokens_are_not_described_as_conversations(capsys: Out):
+    for row, header in (
+        ({"text": "hello"}, "Data: no chat template, loss on every token, "),
+        ({"input_ids": [1, 2, 3]}, "Data: no chat template, loss on the tokens that the rows supervise, "),
+    ):
+        Path("t.jsonl").write_text(json.dumps(row) + "\n")
+        assert inspect("--data.train", "t.jsonl") == 0
+        assert header in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_template_that_never_ends_an_answer_is_warned_of(caplog: pytest.LogCaptureFixture):
+    turns = "{% for m in messages %}{{ m.role }}: {{ m.content }}END\n{% endfor %}"
+    prompt = "{% if add_generation_prompt %}assistant: {% endif %}"
+    train = write("t.jsonl", ("u:a", "a:b"), ("u:" + "c" * 60, "a:d"))  # the second one is truncated
+    Path("texts.jsonl").write_text(json.dumps({"text": "hello"}) + "\n")
+    for rows, end, seen in ((train, "", 1), (train, "{{ eos_token }}", 0), ("texts.jsonl", "", 0)):
+        Path("t.jinja").write_text(turns.replace("END", end) + prompt)
+        caplog.clear()
+        assert inspect("--data.train", rows, "--data.chat_template", "t.jinja", "--data.truncation", "end") == 0
+        warned = [record.getMessage() for record in caplog.records if "end its answers" in record.getMessage()]
+        assert len(warned) == seen, (rows, end)
+        assert all("data.train: none of the first 1 samples supervises a special token" in one for one in warned)
+
+
 def test_generated_rows_keep_their_own_columns_and_format(capsys: Out):
     """As with the fragment debug/smoke, whose test rows are generated."""
     Path("qa.jsonl").write_text(json.dumps({"question": "2 + 2?", "answer": "4"}) + "\n")

@@ -63,6 +63,9 @@ def test_a_fix_is_a_flag_to_paste_with_the_users_value(capsys: pytest.CaptureFix
         ("--lr_scheduler_type constant_with_warmup", "--model.optim.schedule constant"),
         ("--data.path rows.jsonl", "--data.train rows.jsonl"),
         ("--trainer.strategy.init_args.engine fsdp3", "--trainer.strategy.init_args.engine fsdp2"),
+        ("--fsdp full_shard", "--trainer.strategy.init_args.sharding full_shard"),
+        ("--fsdp_sharding_strategy HYBRID_SHARD", "--trainer.strategy.init_args.sharding hybrid_shard"),
+        ("--data.columns prompt:question", "--data.columns '{prompt: question}'"),
         ("--data.train '{source: rows.jsonl}'", "--data.train '[{source: FILE, ...}]'"),
     ):
         typed = shlex.split(words)
@@ -79,6 +82,8 @@ def test_a_fix_is_a_flag_to_paste_with_the_users_value(capsys: pytest.CaptureFix
         ("smollm2-135m_full_fsdp2_2xcpu", "write --config smollm2-135m_full_fsdp2_2xcpu"),
         ("smollm2-135m_dpo", "write --config smollm2-135m_dpo_fsdp2_2xcpu"),
         ("--data.columns={chat: messages}", "write {messages: chat}"),
+        ("--data.columns={prompt:question}", "put a blank after each colon: {prompt: question}"),
+        ("--eval_steps 10", "write --trainer.val_check_interval 10, which counts micro-batches"),
         # values with another meaning, and what is not wanted
         ("--min_lr 1e-6", "write model.optim.min_lr_ratio\n"),
         ("--bf16 false", "remove it\n"),

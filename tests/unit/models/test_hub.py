@@ -30,6 +30,9 @@ def test_failures_say_what_to_do(monkeypatch):
         assert raised.value.field == "model.name"
         assert given in raised.value.given
         assert "lit-fsdp model prepare --name some/model" in raised.value.fix
+    monkeypatch.undo()
+    with pytest.raises(ConfigError, match=r"got runs/data/model.gguf, which does not exist\n.*\n.*relative to /"):
+        hub.fetch("runs/data/model.gguf", "config", trust_remote_code=False)
 
 
 def test_a_missing_package_is_named():
