@@ -5,9 +5,9 @@
 runs ``lit-fsdp fit`` for each cell of the table in ``docs/plan.md`` on two CPU ranks in fp32, or for those whose name
 has every WORD, and prints a row: whether live parameters, gradients and optimizer state are as the audit declares, and
 the growth of the resident set, predicted and measured. A minute or two a cell. With ``context`` it is one row of 4,096
-tokens that two or four ranks share, compared with that of as many ranks which have their own: the growth without state,
-gathered weights and their gradients, then without the growth of rows of 64 tokens. Its models have a vocabulary of
-8,192.
+tokens that two or four ranks share, compared with that of as many ranks which have their own, both without state,
+gathered weights and their gradients: the growth of the resident set, then the tensors of a step as the allocator counts
+them. Its models have a vocabulary of 8,192.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from lit_fsdp.config.parser import load_recipe
 from lit_fsdp.models.tokenizers import miniature_tokenizer
 from lit_fsdp.plan.memory import rank_memory
 
-ROWS, LONG, SHORT = 4, 4096, 64
+ROWS, LONG = 4, 4096
 SIZES = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "num_attention_heads": 8}
 SIZES |= {"num_key_value_heads": 4, "vocab_size": 32768, "max_position_embeddings": 4096, "tie_word_embeddings": False}
 MODELS = {
@@ -46,13 +46,16 @@ CONTEXT = {f"context {degree} of {ranks}": (degree, ranks) for degree, ranks in 
 MALLOC = {"MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
 
 
-def measured(model: str, sharding: str, mode: str, length: int = LONG) -> tuple[str, int, int]:
-    """Run one cell; its row of the table, and the growth in bytes, whole and without what is computed."""
+def measured(model: str, sharding: str, mode: str, callback: str = "States") -> tuple[str, int]:
+    """Run one cell; its row of the table, and the bytes of activations: of the resident set, or with Tensors of those.
+
+    These are two runs, because counting tensors takes memory itself.
+    """
     strategy, ranks, data, sizes = SHARDINGS.get(sharding), 2, DATA, MODELS[model]
     if strategy is None:
         degree, ranks = CONTEXT[sharding]
         strategy, sizes = {"engine": "fsdp2", "context_parallel": degree}, {**sizes, "vocab_size": 8192}
-        data = {**DATA, "packing": False, "max_seq_length": length, "train": save_long_rows()}
+        data = {**DATA, "packing": False, "max_seq_length": LONG, "train": save_long_rows()}
         data |= {"micro_batch_size": 1, "global_batch_size": ranks // degree}
     with tempfile.TemporaryDirectory() as folder:
         config, recipe, run = (Path(folder, name) for name in ("config.json", "recipe.yaml", "run"))
@@ -62,27 +65,29 @@ def measured(model: str, sharding: str, mode: str, length: int = LONG) -> tuple[
         trainer |= {"enable_progress_bar": False, "logger": False, "enable_checkpointing": False}
         arguments = {**strategy, "precision": "fp32", "activation_checkpointing": mode}
         trainer["strategy"] = {"class_path": "lit_fsdp.fsdp_strategy", "init_args": arguments}
-        trainer["callbacks"] = [{"class_path": "tests.benchmarks.steps.States"}]
+        trainer["callbacks"] = [{"class_path": f"tests.benchmarks.steps.{callback}"}]
         values = {"trainer": trainer, "model": {"name": str(config), "tokenizer": folder}, "data": data}
         recipe.write_text(json.dumps(values))
         words = ["--config", str(recipe), "--allow-imports", "tests"]
         python(["-m", "lit_fsdp", "fit", *words], ranks, **MALLOC)
+        live = [json.loads((run / f"{callback.lower()}-{rank}.json").read_text()) for rank in range(ranks)]
         audit = json.loads((run / "audit.json").read_text())
-        live = [json.loads((run / f"states-{rank}.json").read_text()) for rank in range(ranks)]
         declared = audit_recipe(load_recipe(words, "audit").run)["state_per_rank"]
         step = rank_memory(load_recipe(words, "plan").run).step
+    if callback == "Tensors":
+        return "", max(live) - step.gathered - step.reduced - step.gradients
     promised = [[rank[f"{kind}_bytes"] for kind in ("parameter", "gradient", "optimizer")] for rank in declared]
     states = "exact" if promised * (ranks // len(promised)) == live else f"{promised} declared, {live} live"
     predicted, found = audit["predicted_peak_bytes"], max(audit["measured_peak_bytes_per_rank"])
     cells = [model, f"`{sharding}`", mode, states, f"{predicted / 2**30:.3f}", f"{found / 2**30:.3f}"]
-    computed = max(map(sum, live)) + step.gathered + step.reduced
-    return f"| {' | '.join(cells)} | {predicted / found - 1:+.1%} |", found, found - computed
+    others = max(map(sum, live)) + step.gathered + step.reduced
+    return f"| {' | '.join(cells)} | {predicted / found - 1:+.1%} |", found - others
 
 
 def save_long_rows() -> str:
     """A file of rows that are cut at 4,096 tokens."""
     file = Path(tempfile.gettempdir(), "lit_fsdp-long-rows.jsonl")
-    return str(save_rows(file, random_rows(8, 4096, 4096)))
+    return str(save_rows(file, random_rows(8, LONG, LONG)))
 
 
 if __name__ == "__main__":
@@ -92,9 +97,11 @@ if __name__ == "__main__":
     choices = CONTEXT if "context" in sys.argv else SHARDINGS
     for cell in ((model, sharding, mode) for model in MODELS for mode in ("none", "full") for sharding in choices):
         if all(word in " ".join(cell) for word in sys.argv[1:]):
-            row, found, others = measured(*cell)
+            row, resident = measured(*cell)
             if cell[1] in CONTEXT:
-                added = [others, found - measured(*cell, SHORT)[1]]
+                added = [resident, measured(*cell, "Tensors")[1]]
                 whole = added if CONTEXT[cell[1]][0] == 1 else whole
-                row += "".join(f" {one / of:.3f} |" for one, of in zip(added, whole, strict=True))
+                row += "".join(
+                    f" {one / 2**20:.0f} MiB, {one / of:.3f} |" for one, of in zip(added, whole, strict=True)
+                )
             print(row, flush=True)

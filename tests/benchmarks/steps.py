@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import time
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from torch.profiler import ProfilerActivity, profile
 
 from lit_fsdp.metrics.hardware import peak_host_bytes, reset_peak_host_bytes
 from lit_fsdp.metrics.step_metrics import step_counts
@@ -54,3 +56,25 @@ class States(Callback):
             kinds = (params, [param.grad for param in params], moments)
             sums = [sum(getattr(tensor, "_local_tensor", tensor).nbytes for tensor in kind) for kind in kinds]
             Path(trainer.default_root_dir, f"states-{trainer.global_rank}.json").write_text(json.dumps(sums))
+
+
+class Tensors(Callback):
+    """Peak of the second step's tensors, without those from before it, as ``tensors-RANK.json`` in the run folder."""
+
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        """Begin without the gradients of the first step, which are freed anyway."""
+        if trainer.global_step == 1:
+            trainer.optimizers[0].zero_grad()
+            self.profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+            self.profile.start()
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        """Add up what the allocator was asked for and got back, in order of time."""
+        if trainer.global_step != 2:
+            return
+        self.profile.stop()
+        results: Any = self.profile.profiler
+        changes = [one for one in results.kineto_results.events() if one.name() == "[memory]"]
+        sizes = [one.nbytes() for one in sorted(changes, key=lambda one: one.start_ns())]
+        peak = max(itertools.accumulate(sizes))
+        Path(trainer.default_root_dir, f"tensors-{trainer.global_rank}.json").write_text(json.dumps(peak))
