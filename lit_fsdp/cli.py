@@ -172,6 +172,8 @@ class RecipeCLI(LightningCLI):
         parser.add_argument("--trainer.precision", type=str | int | None, default=None)
         defaults = {"strategy": {"class_path": FACTORY}} | self.trainer_defaults
         parser.set_defaults({f"trainer.{name}": value for name, value in defaults.items() if name != "callbacks"})
+        if "trainer.strategy" not in self.line.foreign:
+            _keep_paths(parser, "trainer.strategy")
         classes: list[tuple[str, Any, bool, Any]] = [
             ("model", self._model_class, self.subclass_mode_model, self.model_class),
             ("data", self._datamodule_class, self.subclass_mode_data, self.datamodule_class),
@@ -181,12 +183,14 @@ class RecipeCLI(LightningCLI):
             is_open = in_mode or given is None
             self._open += [name] if is_open else []
             if not is_open or self.shows_help:  # show the help of the named class, by default ours
-                parser.add_lightning_class_args(self._named_class(name) if is_open else base, name)
+                cls = self._named_class(name) if is_open else base
+                parser.add_class_arguments(cls, name, fail_untyped=False, sub_configs=not _is_ours(cls))
                 continue
             parser.add_subclass_arguments(base, name, required=False)
             has_default = given is None and (self.model_class is None or not self._is_foreign_model)
             if path := self.line.classes.get(name, OWN_CLASSES[name] if has_default else None):
-                self._named_class(name)
+                if _is_ours(self._named_class(name)):
+                    _keep_paths(parser, name)
                 parser.set_defaults({name: {"class_path": path}})
 
     def _add_arguments(self, parser: LightningArgumentParser) -> None:
@@ -505,6 +509,18 @@ def resolved_recipe(argv: Sequence[str], verb: str) -> dict[str, Any]:
         ConfigError: A key, class or value that only Lightning can reject.
     """
     return _Reader(args=[verb, *argv], auto_configure_optimizers=False)._values()
+
+
+def _is_ours(cls: Any) -> bool:
+    return isinstance(cls, type) and issubclass(cls, (CausalLMModule, CausalLMDataModule))
+
+
+def _keep_paths(parser: LightningArgumentParser, key: str) -> None:
+    """Keep a path in an argument of the class at ``key``: jsonargparse would put the content of the file in its place.
+
+    It does so for arguments that also accept a list of dataclasses or a dataclass, whether or not the path is a value.
+    """
+    next(action for action in parser._actions if action.dest == key).sub_add_kwargs["sub_configs"] = False  # type: ignore[attr-defined]
 
 
 def _listed(value: Any) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
 import sys
@@ -51,7 +52,9 @@ def choose(key: str, value: Any, words: Mapping[str, Any]) -> Any:
     word = "no" if value is False and "no" in lowered else str(value).strip().lower()  # YAML reads NO as false
     if word.isdigit() and 1 <= int(word) <= len(words) and next(iter(words)).isupper():
         return list(words.values())[int(word) - 1]
-    require(word in lowered, key, repr(value), " | ".join(words), f"write {key}: {next(iter(words))}")
+    near = difflib.get_close_matches(word, lowered, n=1)
+    best = next((one for one in words if [one.lower()] == near), next(iter(words)))
+    require(word in lowered, key, repr(value), " | ".join(words), f"write {key}: {best}")
     return lowered[word]
 
 

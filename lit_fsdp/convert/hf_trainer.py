@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from lit_fsdp.config.words import ROWS_FILES
 from lit_fsdp.convert.accelerate import SHARDINGS, convert_fsdp, fsdp_table
 from lit_fsdp.convert.conversion import Conversion, Given, choose, names, number, read_mapping
 from lit_fsdp.convert.deepspeed import put_engine, put_precision, put_ranks
@@ -71,8 +72,21 @@ ARGUMENTS: Table = {
 }  # fmt: skip
 
 
-_TRL: Table = {  # its ModelConfig and ScriptArguments, 1.16
-    **rows("use_peft load_in_4bit dataset_name", None),
+_TRL: Table = {  # its SFTConfig, ModelConfig and ScriptArguments, 1.16
+    **rows("use_peft load_in_4bit dataset_name dataset_text_field dtype", None),
+    "chat_template_path": Keep("data.chat_template"),
+    "dataset_num_proc": Keep("data.num_tokenizers"),
+    "truncation_mode": Keep("data.truncation", {"keep_start": "end", "keep_end": "start"}),
+    "packing_strategy": Drop("packs are built by best-fit decreasing, and longer rows are truncated", "bfd"),
+    "loss_type": Drop("the loss is the mean over supervised tokens", "nll"),
+    "eos_token": Drop("the chat template ends turns, and the tokenizer's EOS ends texts", OFF),
+    "trust_remote_code": Keep("model.trust_remote_code"),
+    "model_revision": Drop("models are loaded at their main revision: download another and name its folder", "main"),
+    "dataset_config": Drop("data.train has no names of configurations: name files or a folder", OFF),
+    **rows("load_in_8bit lora_target_parameters model_init_kwargs router_aux_loss_coef dataset_kwargs",
+           Drop("this key has no counterpart; see model.lora and model.config_overrides", OFF)),
+    **rows("shuffle_dataset padding_free pad_to_multiple_of pad_token activation_offloading",
+           Drop("it does not change what is trained: rows are shuffled, and padding is never supervised")),
     "lora_r": Keep("model.lora.r"),
     "lora_alpha": Keep("model.lora.alpha"),
     "lora_dropout": Keep("model.lora.dropout"),
@@ -87,10 +101,27 @@ _TRL: Table = {  # its ModelConfig and ScriptArguments, 1.16
     "dataset_test_split": Drop("data.val names the validation rows"),
     **rows("dataset_streaming ignore_bias_buffers", Drop("it does not change what is trained")),
 }
-"""Keys of TRL's scripts besides its training arguments."""
+"""Keys of TRL's scripts, besides those of TrainingArguments."""
+_ONLY_TRL = {"use_peft", "packing", "max_length", "assistant_only_loss", "completion_only_loss", *_TRL}
+_ONLY_TRL -= {"dataset_name", "dataset_config", "dtype", "trust_remote_code", "model_revision", "attn_implementation"}
+"""Keys that scripts of Transformers do not have; a file with one of them has TRL's defaults."""
 
 
-def put_adapters(conversion: Conversion, source: Source) -> None:
+def put_defaults_of_trl(conversion: Conversion, values: dict[str, Any]) -> None:
+    """Set what TRL's ``SFTConfig`` changes of the defaults of TrainingArguments, where the file does not set it."""
+    for key, path, value in (
+        ("learning_rate", "model.optim.lr", 2e-5),
+        ("gradient_checkpointing", "activation_checkpointing.mode", "full"),
+        ("logging_steps", "trainer.log_every_n_steps", 10),
+        ("max_length", "data.max_seq_length", 1024),
+    ):
+        if values.get(key) is None:
+            conversion.put(path, value)
+    words = "as in TRL: bf16, learning_rate 2e-5, gradient_checkpointing, logging_steps 10, max_length 1024"
+    conversion.say(Given("(keys that are not set)", ""), words)
+
+
+def put_adapters(conversion: Conversion, source: Source, folder: Path) -> None:
     """Convert TRL's choice of adapters, with its defaults, and the name of its data."""
     adapters, bits = source.take("use_peft", False), source.take("load_in_4bit", False)
     if adapters.on:
@@ -106,9 +137,17 @@ def put_adapters(conversion: Conversion, source: Source) -> None:
     if not adapters.on:
         source.ignore("lora_ use_rslora use_dora use_bnb_nested_quant bnb_", "there are no adapters")
     data, split = source.take("dataset_name"), source.take("dataset_train_split", "train")
+    dtype, text = source.take("dtype", "float32"), source.take("dataset_text_field", "text")
+    is_fp32 = str(dtype.value).removeprefix("torch.") == "float32"
+    conversion.drop(dtype, "weights are in fp32; precision bf16-true keeps 16-bit weights", differs=not is_fp32)
     if data.key:
-        conversion.keep(data, "data.train", f"{data.value}:{split.value}")
+        is_file = str(data.value).endswith(ROWS_FILES) or (folder / str(data.value)).exists()
+        conversion.keep(data, "data.train", data.value if is_file else f"{data.value}:{split.value}")
     conversion.drop(split, "part of data.train")
+    if text.value != "text":
+        conversion.keep(text, "data.columns", {"text": text.value}, "for rows of text; drop it for conversations")
+    else:
+        conversion.drop(text, "it is the default")
 
 
 def convert_hf_trainer(
@@ -123,17 +162,25 @@ def convert_hf_trainer(
     source = Source(conversion, {**ARGUMENTS, **_TRL, **table}, values)
     put_ranks(conversion, ranks, num_nodes)
     cpu = source.take("use_cpu", False)
-    conversion.keep(cpu, "trainer.accelerator", "cpu" if cpu.on else "auto")
-    switches = [source.take(name, False) for name in ("bf16", "fp16")]
-    words = [Given(one.key, one.key) for one in switches if one.on]
+    if cpu.on:
+        conversion.keep(cpu, "trainer.accelerator", "cpu")
+    else:
+        conversion.put("trainer.accelerator", "auto")
+        conversion.drop(cpu, "it is off")
+    is_trl = not _ONLY_TRL.isdisjoint(values)
+    fp16 = source.take("fp16", False)
+    switches = [source.take("bf16", is_trl and not fp16.on), fp16]
+    words = [Given(one.key, name) for one, name in zip(switches, ("bf16", "fp16"), strict=True) if one.on]
     for one in switches:
         if not one.on:
             conversion.drop(one, "it is off")
     put_strategy(conversion, source, version, ranks, cpu.on)
     for word in words:
         put_precision(conversion, word)
+    if is_trl:
+        put_defaults_of_trl(conversion, values)
     put_loop(conversion, source, values)
-    put_adapters(conversion, source)
+    put_adapters(conversion, source, folder)
     source.rest()
     for path, value in FILLED_IN.items():
         conversion.put(path, value)
@@ -191,7 +238,8 @@ def put_loop(
         conversion.keep(used, "model.optim.warmup_steps", rise, "the first step has 1/n of the rate instead of 0")
     minimum = source.take("lr_scheduler_kwargs.min_lr")
     if minimum.key:
-        peak = number("learning_rate", values.get("learning_rate") or FILLED_IN["model.optim.lr"])
+        peak = values.get("learning_rate") or conversion.get("model.optim.lr") or FILLED_IN["model.optim.lr"]
+        peak = number("learning_rate", peak)
         conversion.keep(minimum, "model.optim.min_lr_ratio", float(f"{minimum.read(number) / peak:.9g}"))
 
     batches = int(number("gradient_accumulation_steps", values.get("gradient_accumulation_steps") or 1))

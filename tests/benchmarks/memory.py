@@ -75,7 +75,7 @@ def measured(model: str, sharding: str, mode: str, callback: str = "States") -> 
         declared = audit_recipe(load_recipe(words, "audit").run)["state_per_rank"]
         step = rank_memory(load_recipe(words, "plan").run).step
     if callback == "Tensors":
-        return "", max(live) - step.gathered - step.reduced - step.gradients
+        return "", max(live) - step.gathered - step.reduced
     promised = [[rank[f"{kind}_bytes"] for kind in ("parameter", "gradient", "optimizer")] for rank in declared]
     states = "exact" if promised * (ranks // len(promised)) == live else f"{promised} declared, {live} live"
     predicted, found = audit["predicted_peak_bytes"], max(audit["measured_peak_bytes_per_rank"])

@@ -324,6 +324,34 @@ def test_what_another_class_took_is_left_out_and_said(tmp_path: Path, monkeypatc
         assert "does not exist" in refused(resolved_recipe, _words(*parts), "fit").given
 
 
+@pytest.mark.parametrize("model", ["", f"--model={PAIRS}", f"--model={NET.replace('Net', 'Longer')}"])
+def test_a_value_that_is_the_name_of_a_file_stays_one(model: str, tmp_path: Path, monkeypatch: Any):
+    """jsonargparse would read the files, as their arguments also accept dataclasses or lists of them."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LIT_FSDP_ALLOW_IMPORTS", "tests")
+    Path("plain.txt").write_text("A text about rivers.\nAnother one.\n")
+    Path("list.json").write_text('["rows.jsonl"]')
+    Path("empty.jsonl").write_text("")
+    Path("full").write_text("mode: none")
+    Path("recipe.yaml").write_text("data: {val: plain.txt, test: list.json, predict: empty.jsonl}")
+    words = [
+        *WORDS,
+        "--model.name=x",
+        "--data.train",
+        "plain.txt",
+        "--config",
+        "recipe.yaml",
+        *([model] if model else []),
+    ]
+    words.append("--trainer.strategy.init_args.activation_checkpointing=full")
+    for values in (load_recipe(words, "fit").values, resolved_recipe(words, "fit")):
+        data = values["data"].get("init_args", values["data"])
+        assert [data[name] for name in ("train", "val", "test", "predict")] == [
+            "plain.txt", "plain.txt", "list.json", "empty.jsonl"
+        ]  # fmt: skip
+        assert values["trainer"]["strategy"]["init_args"]["activation_checkpointing"] == "full"
+
+
 def test_pairs_are_streamed_where_there_is_a_base_or_none_is_needed():
     named = ["--model=lit_fsdp.PreferenceModule", "--model.name", "x", *WORDS, "--data.streaming", "true"]
     assert "train adapters" in refused(load_recipe, named, "fit").fix

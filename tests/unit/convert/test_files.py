@@ -40,6 +40,7 @@ def test_the_loop_of_training_arguments() -> None:
     assert recipe["data"] == {
         "micro_batch_size": 4,
         "packing": True,
+        "max_seq_length": 1024,
         "train": ["r.jsonl", "s.jsonl"],
     }
     assert recipe["checkpoint"] == {"every_steps": 50, "keep_last": 3}

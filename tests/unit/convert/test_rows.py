@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import pytest
+import yaml
+
+from lit_fsdp.convert import convert_file
+from lit_fsdp.errors import ConfigError
 from tests.unit.convert.inputs import convert, strategy
 
 BF16 = {"mode": "mixed", "reduce_dtype": "bf16"}
@@ -92,3 +98,33 @@ def test_adapters_and_data_of_trl() -> None:
     assert "lora" not in whole.recipe["model"]
     assert not whole.differs
     assert convert("hf-trainer", {"load_in_4bit": True}, 1).differs
+
+
+def test_a_file_of_trl_has_its_defaults(tmp_path: Path) -> None:
+    """Other ones than those of TrainingArguments, in TRL 1.16."""
+    (tmp_path / "rows.jsonl").write_text("")
+    given = {"dataset_name": "rows.jsonl", "max_steps": 5, "packing_strategy": "bfd", "truncation_mode": "keep_end"}
+    (tmp_path / "trl.yaml").write_text(yaml.safe_dump(given | {"dataset_text_field": "body", "dtype": "float32"}))
+    found = convert_file("hf-trainer", tmp_path / "trl.yaml", 1)
+    assert not found.differs
+    assert found.get("model.optim.lr") == 2e-5
+    own = strategy(found)
+    assert (own["precision"], own["activation_checkpointing"]) == ("mixed", "full")
+    assert found.recipe["data"] == {
+        "micro_batch_size": 8, "train": "rows.jsonl", "truncation": "start", "max_seq_length": 1024,
+        "columns": {"text": "body"},
+    }  # fmt: skip
+    changed = {"gradient_checkpointing": False, "learning_rate": 1e-4, "max_length": 256, "bf16": False}
+    found = convert("hf-trainer", {**given, **changed}, 1)
+    assert (found.get("model.optim.lr"), found.get("data.max_seq_length")) == (1e-4, 256)
+    own = strategy(found)
+    assert (own["precision"], own["activation_checkpointing"]) == ("fp32", "none")
+    for key, value in (("packing_strategy", "wrapped"), ("dtype", "auto"), ("loss_type", "dft"), ("eos_token", "</s>")):
+        assert convert("hf-trainer", {key: value}, 1).differs, key
+    plain = convert("hf-trainer", {"max_steps": 5, "dtype": "float32", "dataset_name": "org/rows"}, 1)
+    assert (plain.get("model.optim.lr"), strategy(plain)["precision"]) == (5e-5, "fp32")
+
+
+def test_a_misspelled_word_gets_the_nearest_one() -> None:
+    with pytest.raises(ConfigError, match="write distributed_type: FSDP"):
+        convert("accelerate", {"distributed_type": "FSPD"})
