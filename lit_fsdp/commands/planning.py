@@ -114,7 +114,8 @@ def run_plan(argv: Sequence[str]) -> int:
     require(is_sized, "--search, --write", "no GPU memory size", "--gpu NAME or --memory GIB", "add --gpu h100-80gb")
     found = memory.rank_memory(run)
     if options.savings:
-        lighter = [(size_words(one["num_bytes"]), one["remark"], one["flags"]) for one in search.savings(run)]
+        found_sizes = [(one, one["num_bytes"]) for one in search.savings(run)]
+        lighter = [(size_words(n) if n else "?", one["remark"], one["flags"]) for one, n in found_sizes]
         lighter = lighter or [("-", "no other option of the planner", "-")]
         peak = size_words(found.peak + memory.OVERHEAD_BYTES)
         fits = f"; it {_verdict(found, gib)}" if gib else ""
@@ -236,7 +237,7 @@ def _memory_table(found: Any, host: Mapping[str, int]) -> str:
         ("gathered weights, in use and prefetched", step.gathered),
         ("gradients being reduced", step.reduced),
         ("framework (assumed: context, NCCL, cuBLAS)", OVERHEAD_BYTES),
-        (f"peak on the device ({step.moment})", found.peak + OVERHEAD_BYTES),
+        (f"peak on the device ({step.moment}; a block and the head do not peak at once)", found.peak + OVERHEAD_BYTES),
         (f"between steps{where}", found.parameters + found.optimizer + found.gradients),
         ("while loading", found.parameters + found.largest_tensor),
         ("host of a node: state of cpu_offload", host["state"]),

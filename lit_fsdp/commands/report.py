@@ -20,7 +20,8 @@ def run_report(argv: Sequence[str]) -> int:
 
     runs = [read_run(folder) for folder in options.runs]
     for run in runs:
-        given = f"{run.folder}, which has no step in metrics.csv"
+        lacks = "has no step in metrics.csv" if run.folder.is_dir() else "does not exist"
+        given = f"{run.folder}, which {lacks}"
         fix = "name the trainer.default_root_dir of a fit; set trainer.log_every_n_steps: 1 to log every step"
         require(run.metrics, "RUN", given, "a run folder with logged steps", fix)
     names = [run.folder.resolve().name for run in runs]

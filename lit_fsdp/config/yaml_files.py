@@ -73,7 +73,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
         there = ", ".join(str(folder / name) for name in near) or f"no similar name in {folder.resolve().name}/"
         _, ships = shipped_file(str(path), ".yaml")
         allowed = f"an existing YAML file: {there}; or a name that lit-fsdp recipes ls prints"
-        fix = f"write --config {ships[0]}" if ships else "check the path"
+        close = difflib.get_close_matches(path.name, near, n=1, cutoff=0.8)
+        fix = f"write --config {folder / close[0]}" if close else "check the path"
+        fix = f"write --config {ships[0]}" if ships else fix
         fix = f"write --config {path / 'recipe.yaml'}" if (path / "recipe.yaml").is_file() else fix
         raise ConfigError("--config", path, f"{allowed}: {', '.join(ships)}" if ships else allowed, fix)
     text = path.read_text(encoding="utf-8", errors="replace")

@@ -83,10 +83,14 @@ _TRL: Table = {  # its SFTConfig, ModelConfig and ScriptArguments, 1.16
     "trust_remote_code": Keep("model.trust_remote_code"),
     "model_revision": Drop("models are loaded at their main revision: download another and name its folder", "main"),
     "dataset_config": Drop("data.train has no names of configurations: name files or a folder", OFF),
-    **rows("load_in_8bit lora_target_parameters model_init_kwargs router_aux_loss_coef dataset_kwargs",
-           Drop("this key has no counterpart; see model.lora and model.config_overrides", OFF)),
-    **rows("shuffle_dataset padding_free pad_to_multiple_of pad_token activation_offloading",
-           Drop("it does not change what is trained: rows are shuffled, and padding is never supervised")),
+    **rows(
+        "load_in_8bit lora_target_parameters model_init_kwargs router_aux_loss_coef dataset_kwargs",
+        Drop("this key has no counterpart; see model.lora and model.config_overrides", OFF),
+    ),
+    **rows(
+        "shuffle_dataset padding_free pad_to_multiple_of pad_token activation_offloading",
+        Drop("it does not change what is trained: rows are shuffled, and padding is never supervised"),
+    ),
     "lora_r": Keep("model.lora.r"),
     "lora_alpha": Keep("model.lora.alpha"),
     "lora_dropout": Keep("model.lora.dropout"),

@@ -87,6 +87,11 @@ class RowEncoder:
         settings = [getattr(config, name) for name in names]
         self.text = json.dumps([_VERSION, made_with, settings, self._num_ids])
 
+    @property
+    def lacks_prompt(self) -> bool:
+        """Whether the chat template writes a header before answers, but no generation prompt."""
+        return self._turns is not None and self._turns.lacks_prompt
+
     def encode(
         self, rows: Sequence[Mapping[str, Any]], row_format: RowFormat, locations: Sequence[str]
     ) -> list[EncodedRow]:

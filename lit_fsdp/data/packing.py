@@ -189,6 +189,12 @@ def describe_data(samples: Mapping[str, Samples], config: DataConfig, encoder: R
 
     Logs a warning if the conversations of a split never supervise a token that could end an answer.
     """
+    rendered = [split for split in samples.values() if _is_rendered(split)]
+    if rendered and is_first_process() and encoder.lacks_prompt:
+        _log.warning(
+            "the chat template ignores add_generation_prompt: at inference, prompts lack the header that precedes answers "
+            "in training; write it where add_generation_prompt is set"
+        )
     for name, split in samples.items():
         if is_first_process() and (looked_at := _without_end(split, config, encoder)):
             _log.warning(
@@ -207,9 +213,14 @@ def describe_data(samples: Mapping[str, Samples], config: DataConfig, encoder: R
     }
 
 
+def _is_rendered(split: Samples) -> bool:
+    """Whether a chat template renders the rows of a split; plain prompts and completions in it aside."""
+    return not {source["format"] for source in split.rows.meta["sources"]} & {"text", "tokens"}
+
+
 def _without_end(split: Samples, config: DataConfig, encoder: RowEncoder) -> int:
     """Return how many samples of conversations were searched for a supervised special token if none has one, else 0."""
-    if {source["format"] for source in split.rows.meta["sources"]} & {"text", "tokens"}:
+    if not _is_rendered(split):
         return 0
     ids = (*encoder.tokenizer.added_tokens_decoder, encoder.tokenizer.eos_token_id)
     ends = [one for one in ids if one is not None]

@@ -144,6 +144,17 @@ class AssistantTurns:
         names = {i: f"tool {one.get('name')}" for i, one in schemas.items()}
         return [(names.get(i, f"message {i} ({kind})"), kind) for i, kind in named]
 
+    @property
+    def lacks_prompt(self) -> bool:
+        """Whether the template has no generation prompt, although it writes a header before answers."""
+        empty, both = Conversation([_QUESTION]), [_QUESTION, _ANSWER]
+        plain = self._template.text_of(empty, [_QUESTION])
+        prompted = self._template.text_of(empty, [_QUESTION], generation_prompt=True)
+        before, found, _ = (self._template.text_of(empty, both) or "").partition(_ANSWER["content"])
+        if not plain or prompted != plain or not found or not before.startswith(plain):
+            return False
+        return bool(before[len(plain) :].strip())
+
     def _tail(self, text: str) -> str:
         """Return the text from its last special token; empty without special tokens."""
         return text[max((match.start() for match in self._token.finditer(text)), default=len(text)) :]

@@ -223,12 +223,14 @@ def submit(job: Job, values: Mapping[str, Any]) -> str:
         done = subprocess.run(words, capture_output=True, text=True, check=False)  # noqa: S603
     except FileNotFoundError:
         raise ConfigError("sbatch", "not found on this machine", "a login node of a SLURM cluster") from None
-    print(done.stderr.strip(), file=sys.stderr)
     # NUMBER[;CLUSTER]; sites may wrap sbatch in scripts that print a greeting
     numbers = re.findall(r"^(\d+)(?:;\S*)?$", done.stdout.strip(), re.MULTILINE)
     if done.returncode or not numbers:
         reason = " ".join((done.stderr or done.stdout).split())
-        raise ConfigError("sbatch", f"{reason} (exit code {done.returncode})", "what this cluster accepts: squeue --me")
+        given, fix = f"{reason} (exit code {done.returncode})", "check the slurm section; sinfo lists the partitions"
+        fix = fix if done.returncode else "squeue --me shows whether it was submitted"
+        raise ConfigError("sbatch", given, "what this cluster accepts", fix)
+    print(done.stderr.strip(), file=sys.stderr)
     script.rename(job.folder / f"{numbers[-1]}.sbatch")
     return str(numbers[-1])
 

@@ -173,14 +173,16 @@ def recommend(
 def savings(run: RunConfig) -> Iterator[dict[str, Any]]:
     """Simulate every change that saves memory, one at a time; those with the lowest cost come first.
 
-    Each has ``num_bytes`` (peak bytes saved on the largest rank), ``flags`` to append to the command of the run, and a
-    ``remark``. ``run`` must have a ``data.global_batch_size``.
+    Each has ``num_bytes`` (peak bytes saved on the largest rank; None if a package is missing), ``flags`` to append to
+    the command of the run, and a ``remark``. ``run`` must have a ``data.global_batch_size``.
     """
     before = rank_memory(run).peak
     for remark, choice in _lighter(run):
         try:
             saved = before - rank_memory(choice.run).peak if choice else 0
-        except ConfigError:  # a missing package
+        except ConfigError as error:
+            if choice and error.fix.startswith("pip install"):
+                yield {"num_bytes": None, "flags": " ".join(flags_of(choice.changes)), "remark": error.fix}
             continue
         if choice and saved > 0:
             yield {"num_bytes": saved, "flags": " ".join(flags_of(choice.changes)), "remark": remark}

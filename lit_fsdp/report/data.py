@@ -96,8 +96,8 @@ def data_table(record: Mapping[str, Any]) -> Table:
     if record["template"] != "no" and any(split.get("plain_text") for split in splits):
         table.caption_justify = "left"
         table.caption = (
-            "prompts and completions in plain text get no chat template; to get it, write them as messages, or set "
-            "data.columns: {instruction: prompt, output: completion}"
+            "prompts and completions in plain text get no chat template; to get it, write them as messages, or map "
+            "their columns to instruction and output (data.columns)"
         )
     return table
 

@@ -75,7 +75,8 @@ def measured(model: str, sharding: str, mode: str, callback: str = "States") -> 
         declared = audit_recipe(load_recipe(words, "audit").run)["state_per_rank"]
         step = rank_memory(load_recipe(words, "plan").run).step
     if callback == "Tensors":
-        return "", max(live) - step.gathered - step.reduced
+        head = 4 * sizes["vocab_size"] * sizes["hidden_size"]  # its gradient is whole while the loss is computed
+        return "", max(live) - step.gathered - step.reduced - head
     promised = [[rank[f"{kind}_bytes"] for kind in ("parameter", "gradient", "optimizer")] for rank in declared]
     states = "exact" if promised * (ranks // len(promised)) == live else f"{promised} declared, {live} live"
     predicted, found = audit["predicted_peak_bytes"], max(audit["measured_peak_bytes_per_rank"])

@@ -133,6 +133,20 @@ def test_a_template_that_never_ends_an_answer_is_warned_of(caplog: pytest.LogCap
         assert all("data.train: none of the first 1 samples supervises a special token" in one for one in warned)
 
 
+def test_a_template_without_a_generation_prompt_is_warned_of(caplog: pytest.LogCaptureFixture):
+    header = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    prompt = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    bare = (
+        "{% for m in messages %}{{ '[' + m.content + ']' if m.role == 'user' else m.content + eos_token }}{% endfor %}"
+    )
+    train = write("t.jsonl", ("u:a", "a:b"))
+    for template, seen in ((header, 1), (header + prompt, 0), (bare, 0)):
+        Path("t.jinja").write_text(template)
+        caplog.clear()
+        assert inspect("--data.train", train, "--data.chat_template", "t.jinja") == 0
+        assert sum("ignores add_generation_prompt" in one.getMessage() for one in caplog.records) == seen, template
+
+
 def test_generated_rows_keep_their_own_columns_and_format(capsys: Out):
     """As with the fragment debug/smoke, whose test rows are generated."""
     Path("qa.jsonl").write_text(json.dumps({"question": "2 + 2?", "answer": "4"}) + "\n")

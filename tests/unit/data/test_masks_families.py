@@ -92,6 +92,7 @@ def test_masks_are_as_written_out(root: Path, family: str):
                 folder.mkdir(parents=True, exist_ok=True)
                 (folder / f"{name}.txt").write_text(_written(tokenizer, sample), encoding="utf-8")
             assert _written(tokenizer, sample) == (folder / f"{name}.txt").read_text(encoding="utf-8"), name
+    assert not any(encoder.lacks_prompt for encoder in encoders.values())
     assert {file.stem for file in folder.iterdir()} == set(_CASES)
 
 

@@ -105,8 +105,8 @@ def test_what_cannot_be_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     run_folder(Path("runs/a"))
     run_folder(Path("runs/empty"), rows=ROWS[:1])
-    for folder in ("runs/empty", "nowhere"):
-        with pytest.raises(ConfigError, match=f"{folder}, which has no step in metrics.csv"):
+    for folder, lacks in (("runs/empty", "has no step in metrics.csv"), ("nowhere", "does not exist")):
+        with pytest.raises(ConfigError, match=f"{folder}, which {lacks}"):
             lit_fsdp(["report", "runs/a", folder])
     for name, text in (("metrics.csv", "epoch,loss\n1,2\n"), ("audit.json", '{"engine": ')):
         Path("runs/a", name).write_text(text)
