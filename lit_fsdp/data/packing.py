@@ -192,8 +192,8 @@ def describe_data(samples: Mapping[str, Samples], config: DataConfig, encoder: R
     rendered = [split for split in samples.values() if _is_rendered(split)]
     if rendered and is_first_process() and encoder.lacks_prompt:
         _log.warning(
-            "the chat template ignores add_generation_prompt: at inference, prompts lack the header that precedes answers "
-            "in training; write it where add_generation_prompt is set"
+            "the chat template ignores add_generation_prompt: at inference, prompts lack the header that precedes "
+            "answers in training; write it where add_generation_prompt is set"
         )
     for name, split in samples.items():
         if is_first_process() and (looked_at := _without_end(split, config, encoder)):
