@@ -184,14 +184,19 @@ class RecipeCLI(LightningCLI):
             self._open += [name] if is_open else []
             if not is_open or self.shows_help:  # show the help of the named class, by default ours
                 cls = self._named_class(name) if is_open else base
-                parser.add_class_arguments(cls, name, fail_untyped=False, sub_configs=not _is_ours(cls))
+                if _is_ours(cls):
+                    parser.add_class_arguments(cls, name, fail_untyped=False)
+                else:
+                    parser.add_lightning_class_args(cls, name)
                 continue
             parser.add_subclass_arguments(base, name, required=False)
             has_default = given is None and (self.model_class is None or not self._is_foreign_model)
+            cls = given
             if path := self.line.classes.get(name, OWN_CLASSES[name] if has_default else None):
-                if _is_ours(self._named_class(name)):
-                    _keep_paths(parser, name)
+                cls = self._named_class(name)
                 parser.set_defaults({name: {"class_path": path}})
+            if cls is None or _is_ours(cls):  # None: only a mapping in Python names it
+                _keep_paths(parser, name)
 
     def _add_arguments(self, parser: LightningArgumentParser) -> None:
         for name, cls in SECTIONS.items():

@@ -47,6 +47,9 @@ def parser_error(message: str, known: Iterable[str]) -> ConfigError:
     keys = re.findall(r'Parser key "([^"]+)"', message) or ["recipe"]
     inner = next((one for one in keys[1:] if not one.startswith(keys[0])), None)  # of a nested section
     key = f"{keys[0]}.{inner}" if inner else keys[0]
+    if denied and denied[1].endswith((".yaml", ".yml", ".json")):
+        fix = f"write its keys below {key} in a file given with --config"
+        return ConfigError(key, denied[1], "its keys and values, not a file", fix)
     if denied:
         return not_allowed(key, denied[1])
     unknown = re.search(r"(?:unrecognized arguments: -*|Option '|Group '(\w+)' .* option ')([^\s'=]+)", message)
@@ -129,7 +132,7 @@ def parser_error(message: str, known: Iterable[str]) -> ConfigError:
     if key == "model.lora" or ("a list" in shown and (given[:1] == "{" or ("," in given and given[:1] != "["))):
         fix = f"write {section_fix(key) if key == 'model.lora' else f'{key}: [{given}]'}"
     elif key == "data.columns" and given == "null":  # YAML reads {prompt:question} as a key without a value
-        fix = "put a blank after each colon: {prompt: question}"
+        fix = "put a blank after each colon: {KEY: COLUMN}"
     elif "a mapping" in shown and (pair := re.fullmatch(r"(\w+):(\S+)", given)):
         fix = f"write {key}: {{{pair[1]}: {pair[2]}}}"
     return ConfigError(key, given, allowed, fix)

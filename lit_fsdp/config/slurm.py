@@ -10,7 +10,7 @@ from lit_fsdp.errors import ConfigError, require
 
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<rest>\d+(?::\d+){0,2})")
 _WORDS = re.compile(r"(?P<number>[1-9]\d*) ?(?P<unit>[dhm])[a-z]*")
-_SIZE = re.compile(r"\d+[KMGT]?", re.IGNORECASE)
+_SIZE = re.compile(r"\d+([KMGT]B?)?", re.IGNORECASE)
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _OURS = re.compile(
     r"(MASTER_ADDR|MASTER_PORT|RANK|(LOCAL|NODE|GROUP)_RANK|(LOCAL_)?WORLD_SIZE|LIT_FSDP_EXIT_DIR"

@@ -73,12 +73,12 @@ ARGUMENTS: Table = {
 
 
 _TRL: Table = {  # its SFTConfig, ModelConfig and ScriptArguments, 1.16
-    **rows("use_peft load_in_4bit dataset_name dataset_text_field dtype", None),
+    **rows("use_peft load_in_4bit dataset_name dataset_train_split dataset_text_field dtype", None),
     "chat_template_path": Keep("data.chat_template"),
     "dataset_num_proc": Keep("data.num_tokenizers"),
     "truncation_mode": Keep("data.truncation", {"keep_start": "end", "keep_end": "start"}),
     "packing_strategy": Drop("packs are built by best-fit decreasing, and longer rows are truncated", "bfd"),
-    "loss_type": Drop("the loss is the mean over supervised tokens", "nll"),
+    "loss_type": Drop("the loss is the mean over supervised tokens; for pairs see lit_fsdp.PreferenceModule", "nll"),
     "eos_token": Drop("the chat template ends turns, and the tokenizer's EOS ends texts", OFF),
     "trust_remote_code": Keep("model.trust_remote_code"),
     "model_revision": Drop("models are loaded at their main revision: download another and name its folder", "main"),
@@ -106,23 +106,29 @@ _TRL: Table = {  # its SFTConfig, ModelConfig and ScriptArguments, 1.16
     **rows("dataset_streaming ignore_bias_buffers", Drop("it does not change what is trained")),
 }
 """Keys of TRL's scripts, besides those of TrainingArguments."""
-_ONLY_TRL = {"use_peft", "packing", "max_length", "assistant_only_loss", "completion_only_loss", *_TRL}
-_ONLY_TRL -= {"dataset_name", "dataset_config", "dtype", "trust_remote_code", "model_revision", "attn_implementation"}
+_ONLY_TRL = set(
+    "use_peft packing max_length assistant_only_loss completion_only_loss dataset_train_split dataset_test_split "
+    "dataset_text_field dataset_num_proc packing_strategy padding_free truncation_mode chat_template_path".split()
+)
 """Keys that scripts of Transformers do not have; a file with one of them has TRL's defaults."""
 
 
-def put_defaults_of_trl(conversion: Conversion, values: dict[str, Any]) -> None:
-    """Set what TRL's ``SFTConfig`` changes of the defaults of TrainingArguments, where the file does not set it."""
+def put_defaults_of_trl(conversion: Conversion, values: dict[str, Any], is_bf16: bool) -> None:
+    """Set what TRL's configurations change of the defaults of TrainingArguments, where the file does not set it."""
+    found = ["bf16"] if is_bf16 else []
     for key, path, value in (
-        ("learning_rate", "model.optim.lr", 2e-5),
+        ("learning_rate", "model.optim.lr", 1e-6 if "beta" in values else 2e-5),  # DPOConfig, SFTConfig
         ("gradient_checkpointing", "activation_checkpointing.mode", "full"),
         ("logging_steps", "trainer.log_every_n_steps", 10),
         ("max_length", "data.max_seq_length", 1024),
     ):
-        if values.get(key) is None:
+        if key == "max_length" and key in values and values[key] is None:
+            conversion.say(Given(key, None), "dropped because TRL does not truncate: set data.max_seq_length", True)
+        elif values.get(key) is None:
             conversion.put(path, value)
-    words = "as in TRL: bf16, learning_rate 2e-5, gradient_checkpointing, logging_steps 10, max_length 1024"
-    conversion.say(Given("(keys that are not set)", ""), words)
+            found.append(f"{key} {value}")
+    if found:
+        conversion.say(Given("(keys that are not set)", ""), f"as in TRL: {', '.join(found)}")
 
 
 def put_adapters(conversion: Conversion, source: Source, folder: Path) -> None:
@@ -144,10 +150,13 @@ def put_adapters(conversion: Conversion, source: Source, folder: Path) -> None:
     dtype, text = source.take("dtype", "float32"), source.take("dataset_text_field", "text")
     is_fp32 = str(dtype.value).removeprefix("torch.") == "float32"
     conversion.drop(dtype, "weights are in fp32; precision bf16-true keeps 16-bit weights", differs=not is_fp32)
+    name = str(data.value)
+    if not Path(name).exists() and (folder / name).exists():
+        name = str(folder / name)
+    is_local = name.endswith(ROWS_FILES) or Path(name).exists()
     if data.key:
-        is_file = str(data.value).endswith(ROWS_FILES) or (folder / str(data.value)).exists()
-        conversion.keep(data, "data.train", data.value if is_file else f"{data.value}:{split.value}")
-    conversion.drop(split, "part of data.train")
+        conversion.keep(data, "data.train", name if is_local else f"{name}:{split.value}")
+    conversion.drop(split, "files have no splits" if is_local else "part of data.train")
     if text.value != "text":
         conversion.keep(text, "data.columns", {"text": text.value}, "for rows of text; drop it for conversations")
     else:
@@ -163,7 +172,7 @@ def convert_hf_trainer(
             values[key] = read_mapping(key, values[key], folder) if values[key] else None
     first = {"reshard_after_forward": Keep("sharding", SHARDINGS), "limit_all_gathers": Keep("limit_all_gathers")}
     version, table = fsdp_table(values, "2", first)
-    source = Source(conversion, {**ARGUMENTS, **_TRL, **table}, values)
+    source = Source(conversion, {**ARGUMENTS, **_TRL, **table}, values, aliases={"torch_dtype": "dtype"})
     put_ranks(conversion, ranks, num_nodes)
     cpu = source.take("use_cpu", False)
     if cpu.on:
@@ -182,7 +191,7 @@ def convert_hf_trainer(
     for word in words:
         put_precision(conversion, word)
     if is_trl:
-        put_defaults_of_trl(conversion, values)
+        put_defaults_of_trl(conversion, values, switches[0].on and not switches[0].key)
     put_loop(conversion, source, values)
     put_adapters(conversion, source, folder)
     source.rest()
@@ -248,7 +257,7 @@ def put_loop(
 
     batches = int(number("gradient_accumulation_steps", values.get("gradient_accumulation_steps") or 1))
     old = "evaluation_strategy" if "evaluation_strategy" in values else "eval_strategy"
-    logging = values.get("logging_steps") or 500
+    logging = values.get("logging_steps") or conversion.get("trainer.log_every_n_steps") or 500
     for name, default, every, steps_by_default, path, factor in (
         ("save_strategy", save, "save_steps", 500, "checkpoint.every_steps", 1),
         (old, evaluate, "eval_steps", logging, "trainer.val_check_interval", batches),  # counts micro-batches

@@ -200,7 +200,7 @@ def describe_data(samples: Mapping[str, Samples], config: DataConfig, encoder: R
             _log.warning(
                 "data.%s: none of the first %d samples supervises a special token, so the model does not learn to end "
                 "its answers; let the chat template end the assistant's turns with one, such as {{ eos_token }}, or "
-                "set data.chat_template: chatml",
+                "set another data.chat_template",
                 *(name, looked_at),
             )
     names = ("packing", "max_seq_length", "global_batch_size", "micro_batch_size", "truncation")
@@ -214,8 +214,10 @@ def describe_data(samples: Mapping[str, Samples], config: DataConfig, encoder: R
 
 
 def _is_rendered(split: Samples) -> bool:
-    """Whether a chat template renders the rows of a split; plain prompts and completions in it aside."""
-    return not {source["format"] for source in split.rows.meta["sources"]} & {"text", "tokens"}
+    """Whether a chat template renders rows of a split."""
+    meta = split.rows.meta
+    is_plain = meta.get("plain_text") == meta["rows_read"]
+    return not is_plain and not {source["format"] for source in meta["sources"]} & {"text", "tokens"}
 
 
 def _without_end(split: Samples, config: DataConfig, encoder: RowEncoder) -> int:

@@ -47,8 +47,10 @@ def fetch(
         field = "model.tokenizer" if what == "tokenizer" else "model.name"
         if isinstance(error, errors.HFValidationError):  # not the name of a repository, so a path was meant
             allowed = "a folder, GGUF file or config .json that exists, or a repository as owner/name"
+            is_there = Path(name).expanduser().exists()
+            given = f"{name}, which {'is neither a GGUF file nor a config .json' if is_there else 'does not exist'}"
             fix = f"check the path, which is relative to {Path.cwd()}, or the name"
-            raise ConfigError(field, f"{name}, which does not exist", allowed, fix) from None
+            raise ConfigError(field, given, allowed, "name its folder" if is_there else fix) from None
         raise ConfigError(
             field,
             f"{name}, which could not be fetched ({redact(' '.join(str(error).split()))[:300]})",

@@ -145,6 +145,11 @@ def test_a_template_without_a_generation_prompt_is_warned_of(caplog: pytest.LogC
         caplog.clear()
         assert inspect("--data.train", train, "--data.chat_template", "t.jinja") == 0
         assert sum("ignores add_generation_prompt" in one.getMessage() for one in caplog.records) == seen, template
+    Path("t.jsonl").write_text(json.dumps({"prompt": "2 + 2 =", "completion": " 4"}) + "\n")  # never rendered
+    Path("t.jinja").write_text(header)
+    caplog.clear()
+    assert inspect("--data.train", "t.jsonl", "--data.chat_template", "t.jinja") == 0
+    assert not [one for one in caplog.records if "add_generation_prompt" in one.getMessage()]
 
 
 def test_generated_rows_keep_their_own_columns_and_format(capsys: Out):

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import yaml
 from lightning.pytorch import LightningModule
+from lightning.pytorch.demos.boring_classes import BoringModel
 
 import lit_fsdp
-from lit_fsdp.cli import resolved_recipe
+from lit_fsdp import CausalLMDataModule, CausalLMModule
+from lit_fsdp.cli import _Reader, resolved_recipe
 from lit_fsdp.config.command_line import RUN_FOLDER, read_command_line
 from lit_fsdp.config.data import DataConfig, accumulation_steps
 from lit_fsdp.config.model import ModelConfig, OptimConfig, PreferenceConfig, PreferenceModelConfig, schedule_factor
@@ -258,6 +260,14 @@ class Net(LightningModule):
         super().__init__()
 
 
+class MyData(CausalLMDataModule):
+    pass
+
+
+def net(hidden: int = 3) -> BoringModel:
+    return BoringModel()
+
+
 class Longer(lit_fsdp.PreferenceModule):
     def __init__(self, hidden: int = 4, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -350,6 +360,26 @@ def test_a_value_that_is_the_name_of_a_file_stays_one(model: str, tmp_path: Path
             "plain.txt", "plain.txt", "list.json", "empty.jsonl"
         ]  # fmt: skip
         assert values["trainer"]["strategy"]["init_args"]["activation_checkpointing"] == "full"
+
+
+def test_a_path_stays_one_in_scripts(tmp_path: Path, monkeypatch: Any):
+    """Whether the classes are given in Python, may be subclasses, or are named in a mapping; also a function works."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["train.py"])
+    Path("plain.txt").write_text("A text about rivers.\nAnother one.\n")
+    words = ["--model.name=x", "--data.train=plain.txt", "--trainer.max_steps=2"]
+
+    def parsed(*classes: Any, args: Any, **modes: bool) -> Any:
+        args = {"subcommand": "fit", "fit": args} if isinstance(args, dict) else ["fit", *args]
+        return _Reader(*classes, args=args, auto_configure_optimizers=False, **modes).config.fit
+
+    subclasses = {"subclass_mode_model": True, "subclass_mode_data": True}
+    for data in (CausalLMDataModule, MyData):
+        assert parsed(CausalLMModule, data, args=words).data.train == "plain.txt"
+        assert parsed(CausalLMModule, data, args=words, **subclasses).data.init_args.train == "plain.txt"
+    given = {"data": {"class_path": "lit_fsdp.CausalLMDataModule", "init_args": {"train": "plain.txt"}}}
+    assert parsed(BoringModel, args=given).data.init_args.train == "plain.txt"
+    assert parsed(net, CausalLMDataModule, args=["--model.hidden=5", *words[1:]]).model.hidden == 5
 
 
 def test_pairs_are_streamed_where_there_is_a_base_or_none_is_needed():

@@ -121,6 +121,15 @@ def test_a_file_of_trl_has_its_defaults(tmp_path: Path) -> None:
     assert (own["precision"], own["activation_checkpointing"]) == ("fp32", "none")
     for key, value in (("packing_strategy", "wrapped"), ("dtype", "auto"), ("loss_type", "dft"), ("eos_token", "</s>")):
         assert convert("hf-trainer", {key: value}, 1).differs, key
+    told = [str(fate) for fate in convert("hf-trainer", {**given, **changed, "logging_steps": 1}, 1).fates]
+    assert not any("keys that are not set" in line for line in told)
+    assert convert("hf-trainer", {"packing": True, "eval_strategy": "steps"}, 1).get("trainer.val_check_interval") == 10
+    assert convert("hf-trainer", {"max_length": None, "use_peft": False}, 1).differs
+    assert (
+        convert("hf-trainer", {"dataset_name": "org/d", "dataset_train_split": "sft"}, 1).get("model.optim.lr") == 2e-5
+    )
+    assert convert("hf-trainer", {"beta": 0.1, "max_length": 512}, 1).get("model.optim.lr") == 1e-6
+    assert not convert("hf-trainer", {"torch_dtype": "float32"}, 1).differs
     plain = convert("hf-trainer", {"max_steps": 5, "dtype": "float32", "dataset_name": "org/rows"}, 1)
     assert (plain.get("model.optim.lr"), strategy(plain)["precision"]) == (5e-5, "fp32")
 

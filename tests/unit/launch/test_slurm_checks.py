@@ -69,6 +69,7 @@ def test_a_wrong_value_is_named():
         ("time", 43200),
         ("gpus_per_node", -1),
         ("mem", "5x"),
+        ("mem", "1.5G"),
         ("signal_lead_seconds", 70000),
         ("env", {"A B": "1"}),
         *(("env", {name: "1"}) for name in taken),

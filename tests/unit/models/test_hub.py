@@ -33,6 +33,8 @@ def test_failures_say_what_to_do(monkeypatch):
     monkeypatch.undo()
     with pytest.raises(ConfigError, match=r"got runs/data/model.gguf, which does not exist\n.*\n.*relative to /"):
         hub.fetch("runs/data/model.gguf", "config", trust_remote_code=False)
+    with pytest.raises(ConfigError, match=r"which is neither a GGUF file nor a config(.|\n)*name its folder"):
+        hub.fetch(__file__, "config", trust_remote_code=False)
 
 
 def test_a_missing_package_is_named():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -277,6 +278,15 @@ def test_savings_follow_the_recipe():
     offloads = (f"--trainer.strategy.init_args.{word}" for word in ("engine=fsdp1", "cpu_offload=true"))
     flags = next(savings(loaded(*SHORT, *offloads, "--data.micro_batch_size=8")))["flags"]
     assert "micro_batch" not in flags  # that engine accumulates nothing there
+
+
+def test_savings_that_need_a_package_name_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """Instead of leaving the option out."""
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    assert run_plan(["--config", str(RECIPE), "--gpus", "2", "--savings"]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "--model.lora.quantize nf4" in line]
+    assert line.split()[0] == "?"
+    assert "pip install 'lit-fsdp[qlora]'" in line
 
 
 def test_what_is_sent():
