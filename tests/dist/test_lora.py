@@ -164,7 +164,7 @@ def test_exported_adapters_are_the_live_model(
     for line in ([*words, "again", "--merge"], ["generate", "--prompt", "2 + 2?", "--model", "adapter"]):
         (done,) = command(1, line, tmp_path)
         assert done.code == 2
-        assert f"error: --base: got {base}, which could not be fetched" in done.err
+        assert f"error: --base: got {base}, which does not exist" in done.err
         (done,) = command(1, [*line, "--base", "moved"], tmp_path)
         assert done.code == 0, done.err
 
