@@ -111,7 +111,7 @@ def test_a_file_of_trl_has_its_defaults(tmp_path: Path) -> None:
     own = strategy(found)
     assert (own["precision"], own["activation_checkpointing"]) == ("mixed", "full")
     assert found.recipe["data"] == {
-        "micro_batch_size": 8, "train": "rows.jsonl", "truncation": "start", "max_seq_length": 1024,
+        "micro_batch_size": 8, "train": str(tmp_path / "rows.jsonl"), "truncation": "start", "max_seq_length": 1024,
         "columns": {"text": "body"},
     }  # fmt: skip
     changed = {"gradient_checkpointing": False, "learning_rate": 1e-4, "max_length": 256, "bf16": False}
