@@ -114,8 +114,10 @@ def run_plan(argv: Sequence[str]) -> int:
     require(is_sized, "--search, --write", "no GPU memory size", "--gpu NAME or --memory GIB", "add --gpu h100-80gb")
     found = memory.rank_memory(run)
     if options.savings:
-        found_sizes = [(one, one["num_bytes"]) for one in search.savings(run)]
-        lighter = [(size_words(n) if n else "?", one["remark"], one["flags"]) for one, n in found_sizes]
+        lighter = [
+            ("?" if one["num_bytes"] is None else size_words(one["num_bytes"]), one["remark"], one["flags"])
+            for one in search.savings(run)
+        ]
         lighter = lighter or [("-", "no other option of the planner", "-")]
         peak = size_words(found.peak + memory.OVERHEAD_BYTES)
         fits = f"; it {_verdict(found, gib)}" if gib else ""

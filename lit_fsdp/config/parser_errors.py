@@ -132,7 +132,7 @@ def parser_error(message: str, known: Iterable[str]) -> ConfigError:
     if key == "model.lora" or ("a list" in shown and (given[:1] == "{" or ("," in given and given[:1] != "["))):
         fix = f"write {section_fix(key) if key == 'model.lora' else f'{key}: [{given}]'}"
     elif key == "data.columns" and given == "null":  # YAML reads {prompt:question} as a key without a value
-        fix = "put a blank after each colon: {KEY: COLUMN}"
+        fix = "put a space after each colon: {KEY: COLUMN}"
     elif "a mapping" in shown and (pair := re.fullmatch(r"(\w+):(\S+)", given)):
         fix = f"write {key}: {{{pair[1]}: {pair[2]}}}"
     return ConfigError(key, given, allowed, fix)

@@ -171,5 +171,5 @@ def as_flag(error: ConfigError, argv: Sequence[str], known: Collection[str]) -> 
     value = shlex.quote(value or own or "VALUE")
     if key == "model.class_path":
         return f"write --model {value}" + (f" --model.preference.loss {own.lower()}" if own.lower() in _LOSSES else "")
-    counts = ", which counts micro-batches: accumulate_grad_batches to a step" if own_key in _STEPS else ""
+    counts = ", which counts micro-batches, trainer.accumulate_grad_batches per step" if own_key in _STEPS else ""
     return f"write --{key} {value}{counts}"

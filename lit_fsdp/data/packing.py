@@ -187,22 +187,10 @@ def plan_packs(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarr
 def describe_data(samples: Mapping[str, Samples], config: DataConfig, encoder: RowEncoder) -> dict[str, Any]:
     """Summarize the data before step 1, as JSON: statistics of each split, and the settings that determine them.
 
-    Logs a warning if the conversations of a split never supervise a token that could end an answer.
+    Logs warnings about a chat template with which the model would not begin or end its answers as in training.
     """
-    rendered = [split for split in samples.values() if _is_rendered(split)]
-    if rendered and is_first_process() and encoder.lacks_prompt:
-        _log.warning(
-            "the chat template ignores add_generation_prompt: at inference, prompts lack the header that precedes "
-            "answers in training; write it where add_generation_prompt is set"
-        )
-    for name, split in samples.items():
-        if is_first_process() and (looked_at := _without_end(split, config, encoder)):
-            _log.warning(
-                "data.%s: none of the first %d samples supervises a special token, so the model does not learn to end "
-                "its answers; let the chat template end the assistant's turns with one, such as {{ eos_token }}, or "
-                "set another data.chat_template",
-                *(name, looked_at),
-            )
+    if is_first_process():
+        _warn_of_template(samples, config, encoder)
     names = ("packing", "max_seq_length", "global_batch_size", "micro_batch_size", "truncation")
     turns = f"assistant turns ({config.supervise}{', each a sample' if config.split_turns else ''})"
     return {
@@ -213,6 +201,23 @@ def describe_data(samples: Mapping[str, Samples], config: DataConfig, encoder: R
     }
 
 
+def _warn_of_template(samples: Mapping[str, Samples], config: DataConfig, encoder: RowEncoder) -> None:
+    rendered = {name: split for name, split in samples.items() if _is_rendered(split)}
+    if rendered and encoder.lacks_prompt:
+        _log.warning(
+            "the chat template ignores add_generation_prompt: at inference, prompts lack the header that precedes "
+            "answers in training; write it where add_generation_prompt is set"
+        )
+    for name, split in rendered.items():
+        if num_samples := _without_end(split, config, encoder):
+            _log.warning(
+                "data.%s: none of the first %d samples supervises a special token, so the model does not learn to end "
+                "its answers; let the chat template end the assistant's turns with one, such as {{ eos_token }}, or "
+                "set another data.chat_template",
+                *(name, num_samples),
+            )
+
+
 def _is_rendered(split: Samples) -> bool:
     """Whether a chat template renders rows of a split."""
     meta = split.rows.meta
@@ -221,9 +226,7 @@ def _is_rendered(split: Samples) -> bool:
 
 
 def _without_end(split: Samples, config: DataConfig, encoder: RowEncoder) -> int:
-    """Return how many samples of conversations were searched for a supervised special token if none has one, else 0."""
-    if not _is_rendered(split):
-        return 0
+    """Return how many samples were searched for a supervised special token if none has one, else 0."""
     ids = (*encoder.tokenizer.added_tokens_decoder, encoder.tokenizer.eos_token_id)
     ends = [one for one in ids if one is not None]
     whole = split.row_ids[split.lengths < config.max_seq_length]  # others may have lost their end

@@ -82,7 +82,7 @@ def test_a_fix_is_a_flag_to_paste_with_the_users_value(capsys: pytest.CaptureFix
         ("smollm2-135m_full_fsdp2_2xcpu", "write --config smollm2-135m_full_fsdp2_2xcpu"),
         ("smollm2-135m_dpo", "write --config smollm2-135m_dpo_fsdp2_2xcpu"),
         ("--data.columns={chat: messages}", "write {messages: chat}"),
-        ("--data.columns={prompt:question}", "put a blank after each colon: {KEY: COLUMN}"),
+        ("--data.columns={prompt:question}", "put a space after each colon: {KEY: COLUMN}"),
         ("--model.lora lora.yaml", "write its keys below model.lora in a file given with --config"),
         ("--eval_steps 10", "write --trainer.val_check_interval 10, which counts micro-batches"),
         # values with another meaning, and what is not wanted
