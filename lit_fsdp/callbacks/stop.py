@@ -75,7 +75,9 @@ class StopOnSignal(Callback):
             votes = before[0]
             before[1].synchronize()
         if code := _exit_code(votes):
-            saved = "; the checkpoint is complete; resume with --ckpt_path last"
+            is_last = trainer.global_step == trainer.max_steps
+            rest = "this was the last step" if is_last else "resume with --ckpt_path last"
+            saved = f"; the checkpoint is complete; {rest}"
             unsaved = " without saving: the Trainer has no checkpoint callback"
             where = f"after step {trainer.global_step}{saved if _save(trainer) else unsaved}"
             # Lightning does this after the callbacks of a batch: the completed step must be logged

@@ -68,7 +68,7 @@ def _loaded(
 
 
 def run_plan(argv: Sequence[str]) -> int:
-    """Run ``lit-fsdp plan`` and return the exit code: 1 if nothing fits."""
+    """Run ``lit-fsdp plan`` and return the exit code: 1 if the recipe does not fit, or with --write if nothing does."""
     text = "Estimate whether a recipe fits: bytes per rank, largest micro-batch, seconds per step, best settings."
     example = "lit-fsdp plan --config recipes/qwen3-8b_full_fsdp2_4x80gb.yaml --gpu h100-80gb"
     parser = verb_parser("plan", text, example, RECIPE)
@@ -192,7 +192,9 @@ def run_plan(argv: Sequence[str]) -> int:
         options.write.write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
         lines.append(f"written: {options.write}")
     print(json.dumps(record, indent=1) if options.json else "\n".join(lines))
-    return 0 if best is not None or (gib is None and too_much <= 0) else 1
+    if options.write:
+        return 0 if best is not None else 1
+    return 0 if too_much <= 0 and (gib is None or found.room(gib) >= 0) else 1
 
 
 def _too_large(tried: Mapping[str, Any], host_gib: float) -> str:

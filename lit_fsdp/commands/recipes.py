@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from lit_fsdp.commands.parsing import columns, parse, run_one_of, verb_parser
@@ -26,12 +26,23 @@ def run_recipes(argv: Sequence[str]) -> int:
 
 
 def _ls(argv: Sequence[str]) -> int:
-    parse(verb_parser("recipes ls", "List the included recipes, then the fragments.", "lit-fsdp recipes ls"), argv)
-    files = shipped_files("recipes", ".yaml")
-    rows = sorted((recipe_row(name, file) for name, file in files.items()), key=by_model)
-    cells = [("recipe", "parameters", "hardware"), *(tuple(str(cell or "-") for cell in row.values()) for row in rows)]
-    print(columns(cells, right=("parameters",)))
-    print("\nfragments:", *shipped_files("configs"), sep="\n")
+    text = "List the included recipes, then the fragments."
+    parser = verb_parser("recipes ls", text, "lit-fsdp recipes ls qwen3 lora")
+    parser.add_argument("words", nargs="*", metavar="WORD", help="show only names that contain each of these")
+    words = [word.lower() for word in parse(parser, argv).words]
+
+    def matching(names: Iterable[str]) -> list[str]:
+        return [name for name in names if all(word in name.lower() for word in words)]
+
+    files, fragments = shipped_files("recipes", ".yaml"), matching(shipped_files("configs"))
+    rows = sorted((recipe_row(name, files[name]) for name in matching(files)), key=by_model)
+    allowed, fix = "words that occur together in a name", "lit-fsdp recipes ls without them shows all names"
+    require(rows or fragments, "lit-fsdp recipes ls", " ".join(words), allowed, fix)
+    if rows:
+        heads = ("recipe", "parameters", "hardware")
+        print(columns([heads, *(tuple(str(cell or "-") for cell in row.values()) for row in rows)], heads[1:2]))
+    if fragments:
+        print(*["\nfragments:" if rows else "fragments:", *fragments], sep="\n")
     return 0
 
 

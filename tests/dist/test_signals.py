@@ -186,5 +186,7 @@ def test_in_every_phase(tmp_path: Path, begin: Begin, case: tuple[Any, ...]) -> 
     assert found == code, output
     assert "Traceback" not in output
     assert ("stopped by a signal" in output, "interrupted" in output).count(True) == (code != 0), output
+    is_last = "after step 3; the checkpoint is complete; this was the last step" in output
+    assert is_last == (phase in ("validation", "save")), output
     saved = whole_steps(tmp_path / "run", may_hide=True) if (tmp_path / "run" / "checkpoints").exists() else []
     assert saved == steps

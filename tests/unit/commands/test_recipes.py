@@ -33,6 +33,16 @@ def test_ls_is_a_table_of_all_recipes_and_the_names_of_fragments(capsys: pytest.
     assert max(map(len, [head, *lines])) <= 80
     assert {"engine/ddp", "model/Qwen3-32B", "debug/smoke"} <= set(fragments.splitlines())
 
+    assert run(["recipes", "ls", "Qwen3", "lora"]) == 0
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert head.split() == ["recipe", "parameters", "hardware"]
+    found = [line.split()[0] for line in lines]
+    assert found == [name for name in names if "qwen3" in name and "lora" in name]
+    assert run(["recipes", "ls", "smoke"]) == 0
+    assert capsys.readouterr().out == "fragments:\ndebug/smoke\n"
+    with pytest.raises(ConfigError, match="got qwen3 gpt2"):
+        run(["recipes", "ls", "qwen3", "gpt2"])
+
 
 def test_a_typo_names_what_is_near_and_only_what_ships_is_found():
     for name, first in (

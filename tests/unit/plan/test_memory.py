@@ -203,7 +203,7 @@ def test_what_fits_is_recommended_and_written(tmp_path: Path, capsys: pytest.Cap
     assert {key: found[key] for key in best["changes"]} == best["changes"]
 
 
-def test_nothing_fits(capsys: pytest.CaptureFixture[str]):
+def test_the_recipe_or_nothing_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     recipe = ROOT / "recipes" / "smollm2-135m_full_fsdp2_1x24gb.yaml"
     small = ["--config", str(recipe), "--data.global_batch_size", "8"]
     assert run_plan([*small, "--memory", "1"]) == 1
@@ -216,11 +216,17 @@ def test_nothing_fits(capsys: pytest.CaptureFixture[str]):
     out = capsys.readouterr().out
     assert re.search(r"micro-batch 8 fits into 24 GiB .*; largest micro-batch that fits: \d+\n", out), out
     assert "add --search for all choices" in out
-    assert run_plan([*small, "--memory", "3"]) == 0
+    assert run_plan([*small, "--memory", "3"]) == 1  # the recommended one would, with offload
     out = capsys.readouterr().out
     assert re.search(r"recommended: .*cpu_offload, micro-batch 4, \d+ GiB of host memory per node\n", out)
     assert re.search(r"does not fit: single: at least \d+\.\d GiB per GPU\n", out)
-    assert run_plan([*small, "--memory", "3", "--host-memory", "2"]) == 1
+    written = tmp_path / "lighter.yaml"
+    assert run_plan([*small, "--memory", "3", "--write", str(written)]) == 0
+    capsys.readouterr()
+    assert run_plan(["--config", str(written), "--memory", "3"]) == 0
+    assert re.search(r"micro-batch 4 fits into 3 GiB", capsys.readouterr().out)
+    assert run_plan([*small, "--memory", "3", "--host-memory", "2", "--write", str(tmp_path / "none.yaml")]) == 1
+    assert not (tmp_path / "none.yaml").exists()
     assert re.search(r"does not fit: fsdp2.*cpu_offload: \d+ GiB of host memory per node\n", capsys.readouterr().out)
     assert run_plan([*small, "--memory", "1", "--savings"]) == 0
     assert "; it does not fit into 1 GiB" in capsys.readouterr().out
