@@ -284,14 +284,15 @@ class CausalLMModule(LightningModule):
         return self.trainer.precision == "32-true"
 
     def _total_steps(self, optim: OptimConfig) -> int:
-        """Optimizer steps of the whole run; needed only by schedules that decay."""
+        """Optimizer steps of the whole run; needed only by schedules that decay, and by ``warmup_ratio``."""
         trainer = self.trainer
-        if optim.schedule == "constant":
+        if optim.schedule == "constant" and not optim.warmup_ratio:
             return max(1, trainer.max_steps)
         limits = [trainer.max_steps] if trainer.max_steps > 0 else []
         if trainer.max_epochs is not None and trainer.max_epochs > 0:
             limits.append(int(trainer.estimated_stepping_batches))  # -1: a stream, limited by time only
-        allowed = f"max_steps or max_epochs, which schedule {optim.schedule} needs to decay"
+        user = "warmup_ratio needs" if optim.warmup_ratio else f"schedule {optim.schedule} needs to decay"
+        allowed = f"max_steps or max_epochs, which {user}"
         require(limits and min(limits) >= 0, "trainer.max_steps", "no end of training", allowed)
         return min(limits)
 

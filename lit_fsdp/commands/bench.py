@@ -55,7 +55,7 @@ def run_bench(argv: Sequence[str]) -> int:
     timed = {"log_every_n_steps": options.steps, "max_steps": 2 * options.steps, "max_epochs": -1}
     words += quiet_flags({"logger": "true", "num_nodes": 1, **timed})
     if "model" not in recipe.run.foreign:  # warm-up might exceed these few steps
-        words += ["--model.optim.warmup_steps=0"]
+        words += ["--model.optim.warmup_steps=0", "--model.optim.warmup_ratio=0"]
     has_failed = _run_all(folder, words, cells, options.repeats)
     from lit_fsdp.report.page import write_curves
 

@@ -36,6 +36,8 @@ class OptimConfig:
     """With wsd (warm-up, stable, decay): share of the run's optimizer steps over which the learning rate decays."""
     warmup_steps: int = 0
     """Optimizer steps over which the learning rate rises linearly to its peak."""
+    warmup_ratio: float = 0.0
+    """The same as a share of the run's optimizer steps, rounded up as in transformers; instead of warmup_steps."""
     min_lr_ratio: float = 0.0
     """Learning rate at the end of the run as a share of the peak, 0 to 1."""
     optimizer: str = ADAMW
@@ -50,26 +52,34 @@ class OptimConfig:
             if field in args:
                 object.__setattr__(self, field, float(args.pop(field)))
         object.__setattr__(self, "optimizer_args", args or None)
-        for field in ("lr", "weight_decay", "eps", "warmup_steps", "beta1", "beta2", "min_lr_ratio", "decay_ratio"):
-            value = getattr(self, field)
-            is_share = field in ("beta1", "beta2", "min_lr_ratio", "decay_ratio")
+        shares = ("beta1", "beta2", "min_lr_ratio", "decay_ratio", "warmup_ratio")
+        for field in ("lr", "weight_decay", "eps", "warmup_steps", *shares):
+            value, is_share = getattr(self, field), field in shares
             allowed = "0 to 1" if is_share else "a finite number >= 0"
             require(0 <= value <= 1 if is_share else 0 <= value < float("inf"), field, value, allowed)
         given, is_used = f"{self.decay_ratio} with schedule: {self.schedule}", self.schedule == "wsd"
         require(is_used or self.decay_ratio == 0.1, "decay_ratio", given, "schedule: wsd", "set schedule: wsd")
+        given = f"{self.warmup_ratio} with warmup_steps: {self.warmup_steps}"
+        require(
+            not (self.warmup_ratio and self.warmup_steps), "warmup_ratio", given, "one of them", "set the other to 0"
+        )
+
+    def warmup(self, total_steps: int) -> int:
+        """Number of warm-up steps of a run of ``total_steps``."""
+        return self.warmup_steps or math.ceil(self.warmup_ratio * total_steps)
 
 
 def schedule_factor(optim: OptimConfig, step: int, total_steps: int) -> float:
     """The learning rate of optimizer step ``step`` (from 0) as a share of its peak.
 
-    The warm-up rises linearly and reaches the peak at step ``warmup_steps - 1``. The schedule then decays (``wsd`` only
+    The warm-up rises linearly and reaches the peak with its last step. The schedule then decays (``wsd`` only
     at the end) and would reach ``min_lr_ratio`` at step ``total_steps``, after the last step.
     """
-    if step < optim.warmup_steps:
-        return (step + 1) / optim.warmup_steps
+    start = optim.warmup(total_steps)
+    if step < start:
+        return (step + 1) / start
     if optim.schedule == "constant":
         return 1.0
-    start = optim.warmup_steps
     if optim.schedule == "wsd":  # MiniCPM, arXiv:2404.06395; linear decay: arXiv:2405.18392
         start = max(start, total_steps - max(1, round(optim.decay_ratio * total_steps)))
     done = min(1.0, max(0, step - start) / max(1, total_steps - start))

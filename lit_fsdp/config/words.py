@@ -42,7 +42,6 @@ _KEYS = {
     "model.optim.lr": "learning_rate peak_lr max_lr", "model.optim.beta2": "adam_beta2",
     "model.optim.schedule": "lr_scheduler lr_scheduler_type lr_schedule scheduler",
     "model.optim.warmup_steps": "lr_warmup_steps num_warmup_steps warmup_iters",
-    "model.optim.warmup_steps: 100": "warmup_ratio",
     "model.optim.min_lr_ratio": "min_lr min_lr_rate cosine_min_lr_ratio", "model.lora.alpha": "lora_alpha",
     "model.optim.optimizer: torch.optim.AdamW": "optim optimizer optimizer._component_",
     "model.optim.eps": "adam_epsilon", "model.loss.backend: liger": "use_liger_kernel",

@@ -76,5 +76,5 @@ def _check(conversion: Conversion) -> None:
             key = next((key for path, key in conversion.by.items() if error.field.startswith(path)), None)
             if key is None:
                 raise
-            fix = f"change {key} (in the recipe: {error.fix})"
+            fix = f"change {key}" + (f" (in the recipe: {error.fix})" if error.fix else "")
             raise ConfigError(key, f"{error.given} as {error.field}", error.allowed, fix) from None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lit_fsdp.convert.conversion import Conversion, names, number
+from lit_fsdp.convert.conversion import Conversion, Given, names, number
 from lit_fsdp.convert.deepspeed import put_engine, put_precision, put_ranks
 from lit_fsdp.convert.tables import OFF, Drop, Keep, Source, Table, rows, under
 from lit_fsdp.errors import require
@@ -56,9 +56,10 @@ _ACCELERATE: Table = {
     **rows("dynamo_config.mode dynamo_config.use_*", Drop("each block is compiled with torch's defaults")),
     **under("parallelism_config", {
         "dp_replicate_size": Keep("replicate_degree"),
-        "dp_shard_size": Keep("shard_degree"),
-        **rows("tp_size cp_size sp_size", Drop("splitting tensors or sequences is not converted", "1")),
-        **rows("cp_* sp_* enable_async_tp", Drop("splitting tensors or sequences is not converted")),
+        "dp_shard_size": None,
+        "cp_size": Keep("context_parallel"),
+        **rows("tp_size sp_size", Drop("splitting tensors, or sequences by DeepSpeed, is not converted", "1")),
+        **rows("cp_* sp_* enable_async_tp", Drop("it affects speed, not results")),
     }),
     "deepspeed_config": Drop("distributed_type does not use it"),
 }  # fmt: skip
@@ -69,7 +70,9 @@ def convert_accelerate(conversion: Conversion, values: dict[str, Any]) -> None:
     version, table = fsdp_table(values, "1", {})
     source = Source(conversion, {**_ACCELERATE, **table}, values)
     distributed, word = source.take("distributed_type", "NO"), source.take("mixed_precision", "no")
-    fix = "lit-fsdp convert deepspeed FILE, with its own configuration"
+    is_inside = "deepspeed_config_file" not in (values.get("deepspeed_config") or {})
+    fix = "write deepspeed_config as a JSON file of DeepSpeed, and then " if is_inside else ""
+    fix += "lit-fsdp convert deepspeed FILE"
     require(distributed.value != "DEEPSPEED", distributed.key, "DEEPSPEED", " | ".join(_KINDS), fix)
     kind = distributed.read(_KINDS)
     ranks, on_cpu = _processes(conversion, source, kind, distributed.value)
@@ -77,6 +80,9 @@ def convert_accelerate(conversion: Conversion, values: dict[str, Any]) -> None:
     if kind == "fsdp":
         convert_fsdp(conversion, source, version, "full" if version == "1" else "sharded", "NO_WRAP", 100_000_000)
         conversion.put("cpu_ram_efficient_loading", True)
+        parts = (values.get("parallelism_config") or {}).get
+        parts = parts("parallelism_config_cp_size") or parts("cp_size") or 1
+        put_shards(conversion, source, "parallelism_config.dp_shard_size", parts)
     else:
         where = f"{distributed.value} does not read it" + " on a CPU" * on_cpu
         source.ignore("fsdp_config. parallelism_config.", where)
@@ -121,12 +127,25 @@ def convert_fsdp(
     conversion.put("backward_prefetch", "none" if version == "1" else "pre")
 
 
+def put_shards(conversion: Conversion, source: Source, name: str, parts: Any) -> None:
+    """Convert the ranks that share weights, which do not count those of context parallel as here."""
+    shards = source.take(name)
+    if shards.key and shards.read(number) > 0:
+        note = "times the degree of context parallel" if int(parts) > 1 else ""
+        conversion.keep(shards, "shard_degree", int(shards.read(number) * int(parts)), note)
+    else:
+        conversion.drop(shards, "all ranks share the weights")
+
+
 def _processes(conversion: Conversion, source: Source, kind: str, name: Any) -> tuple[int | None, bool]:
     """Set devices, nodes and accelerator; returns the ranks, if known, and whether they use CPUs."""
     cpu, nodes = source.take("use_cpu", False), source.take("num_machines", 1)
     on_cpu = cpu.on or str(name).upper() == "MULTI_CPU"
     conversion.keep(cpu, "trainer.accelerator", "cpu" if on_cpu else "auto" if kind == "single" else "gpu")
     processes, gpus = source.take("num_processes", 1 if kind == "single" else -1), source.take("gpu_ids", "all")
+    if kind == "single" and processes.value not in (1, "1"):
+        conversion.drop(processes, f"accelerate launch starts one process with distributed_type: {name}")
+        processes = Given("", 1)
     ranks = None if str(processes.value) == "-1" else int(processes.read(number))
     if gpus.value == "all" or on_cpu:
         conversion.drop(gpus, "trainer.devices sets the number")

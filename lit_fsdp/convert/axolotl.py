@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
-from lit_fsdp.convert.accelerate import fsdp_table
+from lit_fsdp.convert.accelerate import fsdp_table, put_shards
 from lit_fsdp.convert.conversion import STRATEGY, Conversion, Given, names, number
 from lit_fsdp.convert.deepspeed import put_precision
 from lit_fsdp.convert.hf_trainer import ARGUMENTS, put_loop, put_strategy
@@ -32,7 +31,7 @@ _KEPT = {
     "rl_beta": "model.preference.beta", "orpo_alpha": "model.preference.beta",
     "simpo_gamma": "model.preference.gamma", "dpo_label_smoothing": "model.preference.label_smoothing",
     "train_on_inputs": "data.train_on_prompt", "context_parallel_size": "context_parallel",
-    "sequence_parallel_degree": "context_parallel", "dp_shard_size": "shard_degree",
+    "sequence_parallel_degree": "context_parallel",
     "dp_replicate_size": "replicate_degree",
 }  # fmt: skip
 _MASKS: Table = {
@@ -44,7 +43,7 @@ _MASKS: Table = {
 }  # fmt: skip
 _AXOLOTL: Table = {
     **ARGUMENTS,
-    **rows("rl adapter load_in_4bit lora_target_linear datasets test_datasets pretraining_dataset", None),
+    **rows("rl adapter load_in_4bit lora_target_linear datasets test_datasets pretraining_dataset dp_shard_size", None),
     **{theirs: Keep(ours) for theirs, ours in _KEPT.items()},
     **_MASKS,
     "optim": Drop("lit_fsdp uses AdamW", "adamw_torch adamw_torch_fused adamw_hf paged_adamw_32bit"),
@@ -64,14 +63,18 @@ _AXOLOTL: Table = {
     **rows("pad_to_sequence_len sample_packing_* eval_sample_packing batch_flattening lora_*_kernel unsloth_* liger_* "
            "cut_cross_entropy flash_attn_* flash_attention sdp_attention flex_attention xformers_attention "
            "eager_attention attn_implementation heads_k_stride ring_attn_func fsdp_final_state_dict_type "
+           "activation_offloading use_scattermoe use_sonicmoe use_kernels "
            "fsdp_config.final_state_dict_type fsdp_config.cpu_offload_pin_memory",
            Drop("it affects speed, memory and files, not results")),
-    **rows("shuffle_merged_datasets dataset_prepared_path dataset_processes model_type tokenizer_type is_* strict "
-           "wandb_* mlflow_* comet_* use_* hf_*", Drop("model, data, trainer.logger and the command decide")),
+    "model_type": Drop("the model is causal, and its config names the class", "automodelforcausallm llamaforcausallm "
+                       "mistralforcausallm mixtralforcausallm qwen2forcausallm gemmaforcausallm phiforcausallm"),
+    **rows("shuffle_merged_datasets dataset_prepared_path dataset_processes tokenizer_type tokenizer_use_fast "
+           "is_*_derived_model strict wandb_* mlflow_* comet_* use_wandb use_mlflow use_comet use_tensorboard "
+           "use_trackio use_otel_metrics hf_*", Drop("model, data, trainer.logger and the command decide")),
     **rows("load_in_8bit lora_* peft_* loraplus_* relora* bnb_config_kwargs s2_attention rpo_alpha cpo_alpha trl qat "
            "fp8 float16 bfloat16 gptq early_stopping_patience loss_watchdog_* embedding_lr* lr_groups batch_size "
            "base_model_config revision_of_model unfrozen_parameters default_system_message chat_template_jinja "
-           "dataset_exact_deduplication curriculum_sampling activation_offloading",
+           "dataset_exact_deduplication curriculum_sampling",
            Drop("this option is not supported", OFF)),
 }  # fmt: skip
 
@@ -84,15 +87,20 @@ def convert_axolotl(conversion: Conversion, values: dict[str, Any], ranks: int |
     source = Source(conversion, {**table, **_AXOLOTL}, values, aliases=_ALIASES)
     _data(conversion, source)
     put_strategy(conversion, source, version, ranks, False, bool(values.get("fsdp_config")) or parts != 1)
+    put_shards(conversion, source, "dp_shard_size", parts)
     _adapter(conversion, source)
     _precision(conversion, source)
     values = {_ALIASES.get(key, key): value for key, value in values.items()}
     total = max(0, number("max_steps", values.get("max_steps") or 0))
     if values.get("lr_scheduler_type") != "constant" and not (values.get("warmup_steps") or values.get("warmup_ratio")):
-        rise = Given("warmup_steps (by default 3 % of the steps, 100 at most)", min(int(0.03 * total), 100))
-        conversion.keep(rise, "model.optim.warmup_steps", rise.value, "" if total else "set it", differs=not total)
+        rise = Given("warmup_steps (by default 3 % of the steps, 100 at most)", "")
+        if 0.03 * total > 100:
+            conversion.keep(rise, "model.optim.warmup_steps", 100)
+        else:
+            note = "" if total else "set model.optim.warmup_steps: 100 if the run has more than 3,333 steps"
+            conversion.keep(rise, "model.optim.warmup_ratio", 0.03, note, differs=not total)
     save, evaluate = ("steps" if values.get(key) else "epoch" for key in ("save_steps", "eval_steps"))
-    put_loop(conversion, source, values, 1, save, evaluate, math.floor)
+    put_loop(conversion, source, values, 1, save, evaluate, first_ends=True)
     source.rest()
     for path, value in _DEFAULTS.items():
         conversion.put(path, value)
@@ -136,6 +144,8 @@ def _of_data_set(own: str, messages: str) -> Table:
         "message_field_training": Keep(f"{own}.turns.train"),
         "roles": Keep(f"{own}.turns.roles", _roles),
         "field_messages": Keep(f"{own}.columns.{messages}"),
+        "message_field_role": Keep(f"{own}.turns.role"),
+        "message_field_content": Keep(f"{own}.turns.content"),
         "field": Keep(f"{own}.columns.text"),
         "revision": Keep(f"{own}.revision"),
         "ds_type": Drop("it follows from the file extension"),

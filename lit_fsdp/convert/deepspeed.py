@@ -62,7 +62,9 @@ _DEEPSPEED: Table = {
         "stage3_gather_*": Drop("lit-fsdp export writes the full model in any dtype"),
         **rows("load_from_fp32_weights elastic_checkpoint pipeline_loading_checkpoint",
                Drop("checkpoints have fp32 weights, and any number of ranks can resume them")),
-        **rows("stage3_* reduce_* allgather_* overlap_comm contiguous_gradients sub_group_size round_robin_gradients "
+        **rows("gather_16bit_weights_on_model_save max_live_parameters max_reuse_distance prefetch_bucket_size "
+               "param_persistence_threshold model_persistence_threshold stage3_* reduce_* allgather_* overlap_comm "
+               "contiguous_gradients sub_group_size round_robin_gradients "
                "use_multi_rank_bucket_allreduce ignore_unused_parameters legacy_stage1 leaf_module parameter_alignment "
                "memory_efficient_linear override_module_apply log_trace_cache_warnings *_sanity_checks", _INSIDE),
     }),

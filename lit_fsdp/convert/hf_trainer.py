@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,8 @@ ARGUMENTS: Table = {
     "adam_epsilon": Keep("model.optim.eps"),
     "lr_scheduler_type": Keep("model.optim.schedule", _SCHEDULES, other="this schedule is not supported"),
     "lr_scheduler_kwargs.min_lr_rate": Keep("model.optim.min_lr_ratio"),
-    "optim": Drop("lit_fsdp uses AdamW", "adamw_torch adamw_torch_fused adamw_hf default_optim"),
+    "optim": Drop("lit_fsdp uses AdamW", "adamw_torch adamw_torch_fused adamw_hf paged_adamw paged_adamw_32bit "
+                  "default_optim"),
     "save_total_limit": Keep("checkpoint.keep_last", why="and the best checkpoint"),
     "output_dir": Keep("trainer.default_root_dir", lambda key, value: value or None),
     "per_device_eval_batch_size": Drop("validation uses data.micro_batch_size"),
@@ -73,16 +73,15 @@ ARGUMENTS: Table = {
 
 
 _TRL: Table = {  # its SFTConfig, ModelConfig and ScriptArguments, 1.16
-    **rows("use_peft load_in_4bit dataset_name dataset_train_split dataset_text_field dtype", None),
+    **rows("use_peft load_in_4bit dataset_name dataset_config dataset_train_split dataset_text_field dtype", None),
     "chat_template_path": Keep("data.chat_template"),
     "dataset_num_proc": Keep("data.num_tokenizers"),
     "truncation_mode": Keep("data.truncation", {"keep_start": "end", "keep_end": "start"}),
     "packing_strategy": Drop("packs are built by best-fit decreasing, and longer rows are truncated", "bfd"),
-    "loss_type": Drop("the loss is the mean over supervised tokens; for pairs see lit_fsdp.PreferenceModule", "nll"),
+    "loss_type": Drop("the loss is the mean over supervised tokens", "nll chunked_nll"),
     "eos_token": Drop("the chat template ends turns, and the tokenizer's EOS ends texts", OFF),
     "trust_remote_code": Keep("model.trust_remote_code"),
     "model_revision": Drop("models are loaded at their main revision: download another and name its folder", "main"),
-    "dataset_config": Drop("data.train has no names of configurations: name files or a folder", OFF),
     **rows(
         "load_in_8bit lora_target_parameters model_init_kwargs router_aux_loss_coef dataset_kwargs",
         Drop("this key has no counterpart; see model.lora and model.config_overrides", OFF),
@@ -111,24 +110,43 @@ _ONLY_TRL = set(
     "dataset_text_field dataset_num_proc packing_strategy padding_free truncation_mode chat_template_path".split()
 )
 """Keys that scripts of Transformers do not have; a file with one of them has TRL's defaults."""
+_DPO: Table = {  # its DPOConfig
+    **_TRL,
+    "beta": Keep("model.preference.beta"),
+    "loss_type": Keep("model.preference.loss", {"sigmoid": "dpo", "ipo": "ipo"}, other="this loss is not supported"),
+    "label_smoothing": Keep("model.preference.label_smoothing"),
+    **rows("precompute_ref_log_probs precompute_ref_batch_size use_logits_to_keep generate_during_eval "
+           "disable_dropout", Drop("it does not change what is trained")),
+    **rows("ref_model_* reference_free sync_ref_model rpo_alpha use_weighting f_divergence_type ld_alpha loss_weights "
+           "max_prompt_length max_completion_length", Drop("this option is not supported", f"{OFF} reverse_kl")),
+}  # fmt: skip
 
 
-def put_defaults_of_trl(conversion: Conversion, values: dict[str, Any], is_bf16: bool) -> None:
+_MASKS_OF_TRL = ("assistant_only_loss", "completion_only_loss", "dataset_text_field")
+
+
+def put_defaults_of_trl(conversion: Conversion, values: dict[str, Any], is_bf16: bool, is_dpo: bool) -> None:
     """Set what TRL's configurations change of the defaults of TrainingArguments, where the file does not set it."""
     found = ["bf16"] if is_bf16 else []
     for key, path, value in (
-        ("learning_rate", "model.optim.lr", 1e-6 if "beta" in values else 2e-5),  # DPOConfig, SFTConfig
+        ("learning_rate", "model.optim.lr", 1e-6 if is_dpo else 2e-5),  # DPOConfig, SFTConfig
         ("gradient_checkpointing", "activation_checkpointing.mode", "full"),
         ("logging_steps", "trainer.log_every_n_steps", 10),
         ("max_length", "data.max_seq_length", 1024),
     ):
         if key == "max_length" and key in values and values[key] is None:
             conversion.say(Given(key, None), "dropped because TRL does not truncate: set data.max_seq_length", True)
-        elif values.get(key) is None:
+        elif values.get(key) is None and not (key == "max_length" and values.get("max_seq_length")):
             conversion.put(path, value)
             found.append(f"{key} {value}")
     if found:
         conversion.say(Given("(keys that are not set)", ""), f"as in TRL: {', '.join(found)}")
+    is_told = any(values.get(key) is not None for key in _MASKS_OF_TRL)
+    if not (is_dpo or is_told):
+        why = "TRL supervises all tokens of conversations, and completions of prompts; here assistant turns and "
+        why += "completions are supervised: set data.train_on_prompt: true for conversations, or write "
+        why += "assistant_only_loss: true or completion_only_loss: true into the file"
+        conversion.drop(Given("assistant_only_loss (false by default)", False), why, differs=True)
 
 
 def put_adapters(conversion: Conversion, source: Source, folder: Path) -> None:
@@ -146,17 +164,19 @@ def put_adapters(conversion: Conversion, source: Source, folder: Path) -> None:
         conversion.drop(bits, "only the base of adapters is quantized", differs=bits.on)
     if not adapters.on:
         source.ignore("lora_ use_rslora use_dora use_bnb_nested_quant bnb_", "there are no adapters")
-    data, split = source.take("dataset_name"), source.take("dataset_train_split", "train")
-    dtype, text = source.take("dtype", "float32"), source.take("dataset_text_field", "text")
-    is_fp32 = str(dtype.value).removeprefix("torch.") == "float32"
-    conversion.drop(dtype, "weights are in fp32; precision bf16-true keeps 16-bit weights", differs=not is_fp32)
+    parts = [source.take(f"dataset_{part}") for part in ("name", "config", "train_split")]
+    data, subset, split = parts
+    text = source.take("dataset_text_field", "text")
     name = str(data.value)
     if not Path(name).exists() and (folder / name).exists():
         name = str(folder / name)
     is_local = name.endswith(ROWS_FILES) or Path(name).exists()
+    if data.key and not is_local:
+        name = ":".join(str(part) for part in (name, subset.value, split.value or "train") if part)
     if data.key:
-        conversion.keep(data, "data.train", name if is_local else f"{name}:{split.value}")
-    conversion.drop(split, "files have no splits" if is_local else "part of data.train")
+        conversion.keep(data, "data.train", name)
+    for part in parts[1:]:
+        conversion.drop(part, "files have no configurations and splits" if is_local else "part of data.train")
     if text.value != "text":
         conversion.keep(text, "data.columns", {"text": text.value}, "for rows of text; drop it for conversations")
     else:
@@ -172,7 +192,17 @@ def convert_hf_trainer(
             values[key] = read_mapping(key, values[key], folder) if values[key] else None
     first = {"reshard_after_forward": Keep("sharding", SHARDINGS), "limit_all_gathers": Keep("limit_all_gathers")}
     version, table = fsdp_table(values, "2", first)
-    source = Source(conversion, {**ARGUMENTS, **_TRL, **table}, values, aliases={"torch_dtype": "dtype"})
+    is_dpo = values.get("beta") is not None or values.get("loss_type") in ("sigmoid", "ipo")
+    own = _DPO if is_dpo else _TRL
+    source = Source(conversion, {**ARGUMENTS, **own, **table}, values, aliases={"torch_dtype": "dtype"})
+    if is_dpo:
+        conversion.put("model.class_path", "lit_fsdp.PreferenceModule")
+        if not values.get("loss_type"):
+            missing, note = (
+                Given("loss_type (sigmoid by default)", ""),
+                "if the file is for DPO, write it into the file",
+            )
+            conversion.keep(missing, "model.preference.loss", "dpo", note, differs=True)
     put_ranks(conversion, ranks, num_nodes)
     cpu = source.take("use_cpu", False)
     if cpu.on:
@@ -180,7 +210,7 @@ def convert_hf_trainer(
     else:
         conversion.put("trainer.accelerator", "auto")
         conversion.drop(cpu, "it is off")
-    is_trl = not _ONLY_TRL.isdisjoint(values)
+    is_trl = is_dpo or not _ONLY_TRL.isdisjoint(values)
     fp16 = source.take("fp16", False)
     switches = [source.take("bf16", is_trl and not fp16.on), fp16]
     words = [Given(one.key, name) for one, name in zip(switches, ("bf16", "fp16"), strict=True) if one.on]
@@ -188,16 +218,39 @@ def convert_hf_trainer(
         if not one.on:
             conversion.drop(one, "it is off")
     put_strategy(conversion, source, version, ranks, cpu.on)
+    _put_dtype(conversion, source, bool(values.get("use_peft")), switches)
+    in_bf16 = conversion.get("precision.mode")
     for word in words:
-        put_precision(conversion, word)
+        if in_bf16:
+            conversion.drop(word, "the dtype of the weights decides")
+        else:
+            put_precision(conversion, word)
     if is_trl:
-        put_defaults_of_trl(conversion, values, switches[0].on and not switches[0].key)
+        put_defaults_of_trl(conversion, values, switches[0].on and not switches[0].key, is_dpo)
+    elif values.get("dataset_name"):
+        note = "as in TrainingArguments; if the file is for TRL's scripts, write max_length: 1024 into it"
+        conversion.say(Given("(keys that are not set)", ""), note)
     put_loop(conversion, source, values)
     put_adapters(conversion, source, folder)
     source.rest()
     for path, value in FILLED_IN.items():
         conversion.put(path, value)
     conversion.put("precision.mode", "fp32")
+
+
+def _put_dtype(conversion: Conversion, source: Source, has_adapters: bool, switches: list[Given]) -> None:
+    """Convert the dtype of loaded weights; bf16 ones are trained as such, but for FSDP's, which Accelerate upcasts."""
+    dtype = source.take("dtype", "float32")
+    word, is_mixed = str(dtype.value).removeprefix("torch."), switches[0].on
+    if word == "bfloat16" and is_mixed and (has_adapters or conversion.get("engine").startswith("fsdp")):
+        why = "the frozen base is in bf16 here" if has_adapters else "Accelerate trains FSDP's weights in fp32"
+        conversion.drop(dtype, why)
+    elif word == "bfloat16" and not switches[1].on and not has_adapters:
+        note = "updates bf16 weights; precision: mixed keeps fp32 weights"
+        conversion.keep(dtype, "precision.mode", "low_precision", note)
+    else:
+        why = "weights are in fp32; precision bf16-true keeps 16-bit weights"
+        conversion.drop(dtype, why, differs=word != "float32")
 
 
 def put_strategy(
@@ -223,19 +276,22 @@ def put_strategy(
 
 def put_loop(
     conversion: Conversion, source: Source, values: dict[str, Any], default_epochs: int = 3,
-    save: str = "steps", evaluate: str = "no", rounded: Callable[[float], int] = math.ceil,
+    save: str = "steps", evaluate: str = "no", first_ends: bool = False,
 ) -> None:  # fmt: skip
     """Convert settings that depend on several arguments: length, warm-up, checkpoints and validation.
 
-    ``save`` and ``evaluate`` are the default strategies; ``rounded`` converts a fraction of the steps to steps.
+    ``save`` and ``evaluate`` are the default strategies; ``first_ends``: whether the run ends with ``max_steps`` or the
+    epochs, whichever is first, instead of ``max_steps``.
     """
     length, epochs = source.take("max_steps", -1), source.take("num_train_epochs", default_epochs)
     total = max(0, length.read(number))
     if total:
-        conversion.keep(length, "trainer.max_steps", total)
-        conversion.drop(epochs, "max_steps overrides it")
+        conversion.keep(length, "trainer.max_steps", total, "or the epochs, whichever ends first" if first_ends else "")
     else:
         conversion.drop(length, "the number of epochs sets the length")
+    if total and not first_ends:
+        conversion.drop(epochs, "max_steps overrides it")
+    else:
         whole, cut = max(1, math.ceil(epochs.read(number))), isinstance(epochs.read(number), float)
         conversion.keep(epochs, "trainer.max_epochs", whole, "whole epochs, or trainer.max_steps", differs=cut)
 
@@ -244,11 +300,11 @@ def put_loop(
     warmup, share = source.take("warmup_steps", 0), source.take("warmup_ratio", 0)
     used, other = (warmup, share) if warmup.read(number) else (share, warmup)
     conversion.drop(other, "the other warm-up setting applies")
-    if 0 < used.read(number) < 1 and not total:
-        conversion.drop(used, "a fraction of the steps needs max_steps: set model.optim.warmup_steps", differs=True)
+    note = "the first step has 1/n of the rate instead of 0"
+    if 0 < used.read(number) < 1:
+        conversion.keep(used, "model.optim.warmup_ratio", used.read(number), note)
     else:
-        rise = rounded(used.read(number) * (total if used.read(number) < 1 else 1))
-        conversion.keep(used, "model.optim.warmup_steps", rise, "the first step has 1/n of the rate instead of 0")
+        conversion.keep(used, "model.optim.warmup_steps", math.ceil(used.read(number)), note)
     minimum = source.take("lr_scheduler_kwargs.min_lr")
     if minimum.key:
         peak = values.get("learning_rate") or conversion.get("model.optim.lr") or FILLED_IN["model.optim.lr"]

@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
 from lit_fsdp.convert.conversion import Conversion, Given, Reader, as_is, shown
@@ -20,6 +21,7 @@ FILLED_IN: dict[str, Any] = {
 }  # fmt: skip
 """Defaults of Transformers, also used for ``auto``, by path of the recipe."""
 OFF = "false 0 0.0 none no []"
+_LOADERS = ("json", "csv", "parquet", "text", "arrow")  # names in place of a data set, for files anywhere
 
 
 @dataclass(frozen=True)
@@ -142,12 +144,25 @@ def put_data_sets(
         source = begin(key, own, entry)
         where, subset, split, files = parts = [source.take(part) for part in (name, "name", "split", "data_files")]
         require(where.value, f"{key}.{name}", where.value, "a name or a file", f"write {name}: NAME")
-        locations = files.value if isinstance(files.value, list) else [files.value or where.value]
-        if not files.key and (subset.key or split.value not in (None, "train")):
+        locations, why = [where.value], ""
+        if files.key:
+            locations, why = _of_files(where.value, files.value, split.value or "train")
+        elif subset.key or split.value not in (None, "train"):
             words = (where.value, subset.value, split.value or "train")
             locations = [":".join(str(word) for word in words if word)]
         for part in parts:
-            conversion.say(part, f"kept as {own}.source: {', '.join(locations)}")
+            note = f" ({why})" if why and part is files else ""
+            conversion.say(part, f"kept as {own}.source: {', '.join(locations)}{note}", bool(note))
         source.rest()
         found += [{"source": location, **(conversion.get(own) or {})} for location in locations]
     conversion.recipe.setdefault("data", {})[to.removeprefix("data.")] = found
+
+
+def _of_files(where: str, files: str | list[str], split: str) -> tuple[list[str], str]:
+    """Return the locations of ``data_files``, and why they are other rows than ``datasets.load_dataset`` reads."""
+    found = files if isinstance(files, list) else [files]
+    if where not in _LOADERS:
+        found = [str(Path(where, file)) for file in found]
+        if not (where.startswith(("/", ".", "~")) or Path(where).exists()):
+            return found, f"files of a Hub repository: download them from {where}"
+    return found, "" if split == "train" else f"all rows of these files, not split {split}"

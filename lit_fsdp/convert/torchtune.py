@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from lit_fsdp.convert.accelerate import put_shards
 from lit_fsdp.convert.conversion import Conversion, Given, names, number
 from lit_fsdp.convert.deepspeed import put_engine
 from lit_fsdp.convert.tables import OFF, Drop, Keep, Source, Table, put_data_sets, rows
@@ -15,6 +16,7 @@ _DATA_SETS = {
     "alpaca_cleaned_dataset": ("instruction", "yahma/alpaca-cleaned"), "chat_dataset": ("messages", None),
     "slimorca_dataset": ("sharegpt", "Open-Orca/SlimOrca-Dedup"), "preference_dataset": ("preference", None),
     "text_completion_dataset": ("text", None),
+    "stack_exchange_paired_dataset": ("preference", "lvwerra/stack-exchange-paired"),
 }  # fmt: skip
 _CROSS_ENTROPY = ("CrossEntropyLoss", "CEWithChunkedOutputLoss", "LinearCrossEntropyLoss")
 _TARGETS = {"apply_lora_to_mlp": "gate_proj up_proj down_proj", "apply_lora_to_output": "lm_head"}
@@ -28,7 +30,7 @@ _KEPT = {
     "lr_scheduler.num_warmup_steps": "model.optim.warmup_steps", "loss.beta": "model.preference.beta",
     "loss.label_smoothing": "model.preference.label_smoothing", "checkpointer.checkpoint_dir": "model.name",
     "save_every_n_steps": "checkpoint.every_steps", "enable_async_checkpointing": "checkpoint.async_save",
-    "fsdp_cpu_offload": "cpu_offload", "data_parallel_shard_dim": "shard_degree",
+    "fsdp_cpu_offload": "cpu_offload",
     "data_parallel_replicate_dim": "replicate_degree", "context_parallel_dim": "context_parallel",
     "enable_activation_offloading": "activation_checkpointing.offload_activations", "model.lora_rank": "model.lora.r",
     "model.lora_alpha": "model.lora.alpha", "model.lora_dropout": "model.lora.dropout",
@@ -36,7 +38,8 @@ _KEPT = {
 }  # fmt: skip
 _TORCHTUNE: Table = {
     **rows("model._component_ model.lora_attn_modules model.apply_lora_to_mlp model.apply_lora_to_output dataset "
-           "dataset_val epochs max_steps_per_epoch loss._component_ dtype", None),
+           "dataset_val epochs max_steps_per_epoch loss._component_ dtype data_parallel_shard_dim "
+           "ref_checkpointer.checkpoint_dir", None),
     **{theirs: Keep(ours) for theirs, ours in _KEPT.items()},
     "model.quantize_base": Keep("model.lora.quantize", {"true": "nf4", "false": None}),
     "compile": Keep("compile", lambda key, value: any(value.values()) if isinstance(value, dict) else value),
@@ -56,8 +59,8 @@ _TORCHTUNE: Table = {
     **rows("tokenizer.* model.* checkpointer._component_ checkpointer.checkpoint_files checkpointer.model_type",
            Drop("the folder of the model defines it")),
     **rows("checkpointer.* save_* keep_last_n_checkpoints resume_from_checkpoint metric_logger.* profiler.* log_* "
-           "ref_checkpointer.* run_val_every_n_steps",
-           Drop("checkpoint, trainer.logger and trainer.val_check_interval decide")),
+           "run_val_every_n_steps", Drop("checkpoint, trainer.logger and trainer.val_check_interval decide")),
+    "ref_checkpointer.*": Drop("the reference is the model that training starts from"),
     **rows("custom_sharded_layers memory_efficient_fsdp_wrap ac_* low_cpu_ram optimizer_in_bwd cudnn* fsdp_* "
            "loss.num_output_chunks cp_rotate_method", Drop("it affects speed and memory, not results")),
     **rows("tensor_parallel_plan loss.* collate_fn quantizer enable_fp8_training",
@@ -69,6 +72,7 @@ def convert_torchtune(conversion: Conversion, values: dict[str, Any], ranks: int
     """Convert a torchtune configuration for one or several devices."""
     source = Source(conversion, _TORCHTUNE, _resolved(values, values))
     put_engine(conversion, "" if ranks == 1 else "fsdp2", ranks)
+    put_shards(conversion, source, "data_parallel_shard_dim", values.get("context_parallel_dim") or 1)
     _model(conversion, source)
     for name, to in (("dataset", "data.train"), ("dataset_val", "data.val")):
         given = source.take(name)
@@ -79,11 +83,13 @@ def convert_torchtune(conversion: Conversion, values: dict[str, Any], ranks: int
     conversion.keep(dtype, "precision.mode", mode, "precision: mixed keeps fp32 weights" if mode != "fp32" else "")
     epochs, cut = source.take("epochs", 1), source.take("max_steps_per_epoch")
     if cut.key:
-        for given in (epochs, cut):
-            total = int(epochs.read(number) * cut.read(number))
-            conversion.keep(given, "trainer.max_steps", total, "epochs * max_steps_per_epoch, in one order")
-    else:
-        conversion.keep(epochs, "trainer.max_epochs", int(epochs.read(number)))
+        total = int(epochs.read(number) * cut.read(number))
+        conversion.keep(cut, "trainer.max_steps", total, "epochs * max_steps_per_epoch, in one order")
+    conversion.keep(epochs, "trainer.max_epochs", int(epochs.read(number)))
+    base, start = source.take("ref_checkpointer.checkpoint_dir"), conversion.get("model.name")
+    start = start or (values.get("checkpointer") or {}).get("checkpoint_dir")
+    differs = _resolved(start, values) != base.value
+    conversion.drop(base, "the reference is the model that training starts from", differs=differs)
     source.rest()
     conversion.put("model.optim.schedule", "cosine" if values.get("lr_scheduler") else "constant")
     for name, value in {"lr": 1e-3, "weight_decay": 0.01, "beta2": 0.999}.items():  # defaults of torch.optim.AdamW
@@ -141,6 +147,7 @@ def _data_set(conversion: Conversion, key: str, own: str, entry: dict[str, Any])
     form, location = _DATA_SETS.get(name, ("auto", entry.get("source")))
     require(form != "auto" or location, f"{key}._component_", name, " | ".join(_DATA_SETS), "set its source")
     is_alpaca, is_instruct = name.startswith("alpaca"), name == "instruct_dataset"
+    is_own_text = is_alpaca or name.startswith("stack_")
     columns = ("instruction", "output", "chosen", "rejected", "prompt")
     table: Table = {
         **rows("_component_ train_on_input", None),
@@ -155,9 +162,12 @@ def _data_set(conversion: Conversion, key: str, own: str, entry: dict[str, Any])
     }
     source = Source(conversion, table, {"source": location, **entry} if location else entry, key)
     why = "only the chat template writes the turns" if form != "text" else ""
-    conversion.keep(source.take("_component_"), f"{own}.format", form, why, differs=is_alpaca or form == "auto")
+    conversion.keep(source.take("_component_"), f"{own}.format", form, why, differs=is_own_text or form == "auto")
     if is_instruct:
         conversion.put(f"{own}.columns.instruction", "input")
+    if name.startswith("stack_"):
+        for column, theirs in (("prompt", "question"), ("chosen", "response_j"), ("rejected", "response_k")):
+            conversion.put(f"{own}.columns.{column}", theirs)
     prompts = source.take("train_on_input", is_alpaca)
     given = Given(prompts.key or f"{key}.train_on_input (by default)", prompts.value)
     if form in ("text", "preference"):

@@ -150,6 +150,9 @@ def test_the_learning_rate_follows_the_schedule_to_the_earlier_end():
     assert [logged["lr"] for logged in recorder.logged] == pytest.approx(wanted, rel=1e-6)
     _, recorder = fit([rows(1)] * 4, module(lr=1.0, schedule="linear"), max_steps=100)
     assert [logged["lr"] for logged in recorder.logged] == pytest.approx([1.0, 0.75, 0.5, 0.25])
+    for batches, steps in ((6, 100), (9, 6)):  # of a constant rate too the share is of the whole run
+        _, recorder = fit([rows(1)] * batches, module(lr=1.0, schedule="constant", warmup_ratio=0.5), max_steps=steps)
+        assert [logged["lr"] for logged in recorder.logged] == pytest.approx([1 / 3, 2 / 3, 1.0, 1.0, 1.0, 1.0])
 
 
 def test_a_warmup_that_epochs_end_is_warned_of(caplog):
@@ -165,6 +168,9 @@ def test_a_schedule_needs_an_end():
     for epochs, batches in ((-1, DataLoader([rows(1)], batch_size=None)), (2, stream)):
         with pytest.raises(ConfigError, match="max_steps or max_epochs, which schedule cosine needs to decay"):
             quiet(max_epochs=epochs, max_time={"seconds": 1}).fit(module(), batches)
+        own = module(schedule="constant", warmup_ratio=0.1)
+        with pytest.raises(ConfigError, match="max_steps or max_epochs, which warmup_ratio needs"):
+            quiet(max_epochs=epochs, max_time={"seconds": 1}).fit(own, batches)
 
 
 def test_validation_weighs_by_token_over_batches_and_loaders():

@@ -76,7 +76,7 @@ def test_bash_completes_verbs_keys_and_words(capsys: pytest.CaptureFixture[str])
         ("gen", "generate"),
         ("recipes sh", "show"),
         ("recipes show qwen3-32b_full_fsdp2_1", "qwen3-32b_full_fsdp2_16x80gb"),
-        ("fit --model.optim.warm", "--model.optim.warmup_steps"),
+        ("fit --model.optim.warmup_s", "--model.optim.warmup_steps"),
         ("slurm submit --data.pack", "--data.packing"),
         ("audit --ra", "--ranks"),
         (f"fit --config recipes/quickstart.yaml {strategy}.sharding no", "no_shard"),

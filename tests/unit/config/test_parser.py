@@ -399,3 +399,12 @@ def test_wsd_warms_up_stays_and_falls_at_the_end():
         optim = OptimConfig(schedule="wsd", warmup_steps=4, min_lr_ratio=0.1, decay_ratio=decay)
         assert [schedule_factor(optim, step, 100) for step in steps] == pytest.approx(factors)
     assert schedule_factor(OptimConfig(schedule="wsd"), 95, 100) == pytest.approx(0.5)
+
+
+def test_a_share_of_the_steps_warms_up():
+    share, steps = OptimConfig(warmup_ratio=0.05, min_lr_ratio=0.1), OptimConfig(warmup_steps=6, min_lr_ratio=0.1)
+    assert [schedule_factor(share, n, 101) for n in range(101)] == [schedule_factor(steps, n, 101) for n in range(101)]
+    with pytest.raises(ConfigError, match="set the other to 0"):
+        OptimConfig(warmup_ratio=0.1, warmup_steps=5)
+    with pytest.raises(ConfigError, match="0 to 1"):
+        OptimConfig(warmup_ratio=3)

@@ -34,7 +34,7 @@ def test_the_loop_of_training_arguments() -> None:
     }  # fmt: skip
     recipe = convert("hf-trainer", given, 16, 2).recipe
     optim = {"lr": 2e-5, "weight_decay": 0.0, "beta1": 0.8, "beta2": 0.95, "eps": 1e-8}
-    schedule = {"schedule": "cosine", "warmup_steps": 21, "min_lr_ratio": 0.05}
+    schedule = {"schedule": "cosine", "warmup_ratio": 0.1, "warmup_steps": 0, "min_lr_ratio": 0.05}
     trainer = {"max_steps": 205, "gradient_clip_val": 0.5, "accumulate_grad_batches": 2, "val_check_interval": 50}
     assert recipe["model"] == {"name": "a/b", "optim": {**optim, **schedule}}
     assert recipe["data"] == {

@@ -100,15 +100,16 @@ def test_axolotl() -> None:
     assert recipe["data"]["val"] == [{"source": "org/chats:validation", "format": "messages"}]
     # rows that are too long are left out there
     assert (recipe["data"]["truncation"], recipe["data"]["packing"]) == ("drop", True)
-    assert recipe["model"]["optim"]["warmup_steps"] == 40
+    assert recipe["model"]["optim"]["warmup_ratio"] == 0.1
     assert (recipe["trainer"]["max_steps"], recipe["trainer"]["val_check_interval"]) == (400, 200)
+    assert recipe["trainer"]["max_epochs"] == 1  # whichever ends first
     assert recipe["checkpoint"] == {"every_steps": 100, "keep_last": 2}
     found = _usual("axolotl", "qlora")
     assert strategy(found)["engine"] == "fsdp2"
     assert found.recipe["model"]["lora"] == {"r": 32, "alpha": 64, "dropout": 0.05, "target_modules": "all-linear",
                                              "quantize": "nf4", "double_quantization": True}  # fmt: skip
     assert found.recipe["trainer"]["val_check_interval"] == 0.25
-    assert found.recipe["model"]["optim"]["warmup_steps"] == 12  # 3 % of 400
+    assert found.recipe["model"]["optim"]["warmup_ratio"] == 0.03
     model = _usual("axolotl", "dpo").recipe["model"]
     assert (model["class_path"], model["preference"]) == ("lit_fsdp.PreferenceModule", {"loss": "dpo", "beta": 0.2})
 
@@ -126,7 +127,8 @@ def test_torchtune() -> None:
     assert recipe["trainer"]["default_root_dir"] == "out/full"
     found = _usual("torchtune", "qlora", 1)
     assert strategy(found)["engine"] == "single"
-    assert found.recipe["trainer"]["max_steps"] == 100
+    ends = found.recipe["trainer"]["max_steps"], found.recipe["trainer"]["max_epochs"]  # whichever is first
+    assert ends == (100, 2)
     assert found.recipe["data"]["train"][0]["columns"] == {"instruction": "question"}
     assert found.recipe["model"]["lora"]["target_modules"] == ["q_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     preference = {"loss": "dpo", "beta": 0.05, "label_smoothing": 0}
@@ -144,12 +146,33 @@ def test_what_does_not_names_the_key() -> None:
         ("axolotl", {"optimizer": "adamw_bnb_8bit"}, "optimizer: dropped because lit_fsdp uses AdamW"),
         ("axolotl", {"tensor_parallel_size": 2}, "tensor_parallel_size: dropped because tensor parallelism"),
         ("axolotl", {"sample_paking": True}, "sample_paking: dropped because the key is unknown; the closest is s"),
+        ("axolotl", {"use_dynamic_finetuning": True}, "use_dynamic_finetuning: dropped because the key is unknown"),
+        ("axolotl", {"model_type": "AutoModelForSequenceClassification"}, "model_type: dropped because the model is c"),
+        ("axolotl", {"datasets": [{**CHAT, "data_files": ["part/a.jsonl"]}]},
+         "datasets.0.data_files: kept as data.train.0.source: org/chats/part/a.jsonl (files of a Hub repository: down"),
+        ("axolotl", {"datasets": [{**CHAT, "path": "json", "data_files": "a.jsonl", "split": "train[:10%]"}]},
+         "datasets.0.data_files: kept as data.train.0.source: a.jsonl (all rows of these files, not split train[:10%]"),
+        ("torchtune", {"ref_checkpointer": {"checkpoint_dir": "other/M"}},
+         "ref_checkpointer.checkpoint_dir: dropped because the reference is the model that training starts from"),
         ("torchtune", {"dataset": ALPACA}, "dataset._component_: kept as data.train.0.format: instruction (only"),
         ("torchtune", {"teacher": 1}, "teacher: dropped because the key is unknown"),
     ):  # fmt: skip
         found = convert(kind, {**(axolotl if kind == "axolotl" else tune), **given})
         differs = [str(fate) for fate in found.fates if fate.differs]
         assert [one[: len(line)] for one in differs] == [line]
+    fine = {"use_wandb": True, "model_type": "LlamaForCausalLM", "activation_offloading": True,
+            "datasets": [{**CHAT, "path": "./data", "data_files": "a.jsonl", "message_field_role": "of"}]}  # fmt: skip
+    found = convert("axolotl", {**axolotl, **fine})
+    assert not found.differs
+    turns = {"turns": {"role": "of"}}
+    assert found.recipe["data"]["train"] == [{"source": "data/a.jsonl", "format": "messages", **turns}]
+    shards = {
+        "fsdp_version": 2,
+        "dp_shard_size": 4,
+        "context_parallel_size": 2,
+        "fsdp_config": {"offload_params": False},
+    }
+    assert strategy(convert("axolotl", {**axolotl, **shards}, 8))["shard_degree"] == 8
     # whether prompts are supervised by default
     assert convert("torchtune", {**tune, "dataset": ALPACA}).recipe["data"]["train_on_prompt"] is True
     full = convert("axolotl", axolotl)

@@ -36,7 +36,10 @@ SAME: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
      {"sharding": "hybrid_shard", "replicate_degree": 2, "shard_degree": 4}),
     ("accelerate", _fsdp({"parallelism_config": {"parallelism_config_dp_replicate_size": 2}}, fsdp_version=2,
      fsdp_reshard_after_forward=False), {"sharding": "hybrid_shard_zero2", "replicate_degree": 2}),
+    ("accelerate", _fsdp({"parallelism_config": {"dp_shard_size": 4, "cp_size": 2, "cp_backend": "torch"}}, version=2),
+     {"sharding": "full_shard", "shard_degree": 8, "context_parallel": 2}),
     ("accelerate", {"distributed_type": "MULTI_GPU", "num_processes": 2}, {"engine": "ddp", "sharding": "no_shard"}),
+    ("accelerate", {"distributed_type": "NO", "num_processes": 8}, {"engine": "single"}),
     ("accelerate", _fsdp({"use_cpu": True}, fsdp_offload_params=True), {"engine": "ddp", "cpu_offload": False}),
     ("hf-trainer", {"fsdp": "", "fsdp_config": {"min_num_params": 5}}, {"engine": "ddp"}),
     ("hf-trainer", {"fsdp": True, "gradient_checkpointing": True}, {"activation_checkpointing": "full"}),
@@ -44,7 +47,8 @@ SAME: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("deepspeed", {**ZERO, "zero_optimization": {"stage": 1}}, {"engine": "fsdp2", "sharding": "shard_grad_op"}),
     ("deepspeed", {**ZERO, "zero_optimization": {"stage": 2}}, {"engine": "fsdp2", "sharding": "shard_grad_op"}),
     ("deepspeed", {**ZERO, "bf16": {"enabled": True}, "zero_optimization": {
-        "stage": 3, "overlap_comm": True, "offload_param": {"device": "nvme"}, "stage3_max_live_parameters": 1e9}},
+        "stage": 3, "overlap_comm": True, "offload_param": {"device": "nvme"}, "stage3_max_live_parameters": 1e9,
+        "max_reuse_distance": 1e9, "gather_16bit_weights_on_model_save": True}},
      {"cpu_offload": True, "precision": BF16}),
     ("deepspeed", {**ZERO, "communication_data_type": "fp32", "fp16": {"enabled": True, "loss_scale": 0}},
      {"precision": {"mode": "fp16_mixed", "reduce_dtype": "fp32"}}),
@@ -75,7 +79,9 @@ def test_what_does_not_names_the_key() -> None:
         ("hf-trainer", {"deepspeed": "zero.json"}, "deepspeed: dropped because it is a separate configuration"),
         ("hf-trainer", {"optim": "adafactor"}, "optim: dropped because lit_fsdp uses AdamW"),
         ("hf-trainer", {"num_train_epochs": 1.5}, "num_train_epochs: kept as trainer.max_epochs: 2 (whole epochs"),
-        ("hf-trainer", {"warmup_ratio": 0.1}, "warmup_ratio: dropped because a fraction of the steps needs max_steps"),
+        ("hf-trainer", {"beta": 0.1}, "loss_type (sigmoid by default): kept as model.preference.loss: dpo (if the"),
+        ("hf-trainer", {"packing": True}, "assistant_only_loss (false by default): dropped because TRL supervises all"),
+        ("hf-trainer", {"torch_dtype": "auto"}, "torch_dtype: dropped because weights are in fp32"),
         ("hf-trainer", {"learnin_rate": 1}, "learnin_rate: dropped because the key is unknown; the closest is learn"),
         ("deepspeed", {**ZERO, "fp16": {"enabled": True, "loss_scale": 128}}, "fp16.loss_scale: dropped"),
         ("deepspeed", {"optimizer": {"type": "Lamb", "params": {"lr": 1e-3}}}, "optimizer.type: dropped because"),
@@ -89,15 +95,35 @@ def test_what_does_not_names_the_key() -> None:
 def test_adapters_and_data_of_trl() -> None:
     """With its defaults; what it ignores without ``use_peft`` is ignored."""
     given = {"use_peft": True, "lora_r": 8, "load_in_4bit": True, "dataset_name": "trl-lib/Capybara"}
+    given |= {"dataset_config": "small", "assistant_only_loss": True, "torch_dtype": "bfloat16"}
     found = convert("hf-trainer", given, 1)
     assert not found.differs
     lora = {"r": 8, "alpha": 32, "dropout": 0.05, "target_modules": None, "quantize": "nf4"}
     assert found.recipe["model"]["lora"] == {**lora, "double_quantization": False}
-    assert found.recipe["data"]["train"] == "trl-lib/Capybara:train"
-    whole = convert("hf-trainer", {"lora_r": 8, "use_dora": True, "dataset_train_split": "train"}, 1)
+    assert found.recipe["data"]["train"] == "trl-lib/Capybara:small:train"
+    assert strategy(found)["precision"] == "mixed"  # with the frozen base in bf16
+    base: dict[str, Any] = {"lora_r": 8, "use_dora": True, "dataset_train_split": "train", "completion_only_loss": True}
+    whole = convert("hf-trainer", base, 1)
     assert "lora" not in whole.recipe["model"]
     assert not whole.differs
     assert convert("hf-trainer", {"load_in_4bit": True}, 1).differs
+    # weights of 16 bits, which Accelerate upcasts under FSDP
+    for more, precision in (({}, "low_precision"), ({"fsdp": "full_shard"}, {"mode": "mixed", "reduce_dtype": "bf16"})):
+        whole = convert("hf-trainer", {**base, **more, "torch_dtype": "bfloat16"}, 2)
+        assert not whole.differs
+        assert strategy(whole)["precision"] == precision
+
+
+def test_pairs_of_trl() -> None:
+    given = {"beta": 0.05, "loss_type": "sigmoid", "max_length": 512, "label_smoothing": 0.1, "dataset_name": "org/d"}
+    found = convert("hf-trainer", {**given, "optim": "paged_adamw_32bit", "precompute_ref_log_probs": True}, 1)
+    assert not found.differs
+    model = found.recipe["model"]
+    assert model["class_path"] == "lit_fsdp.PreferenceModule"
+    assert model["preference"] == {"beta": 0.05, "loss": "dpo", "label_smoothing": 0.1}
+    assert model["optim"]["lr"] == 1e-6
+    assert convert("hf-trainer", {**given, "loss_type": "hinge"}, 1).differs
+    assert convert("hf-trainer", {**given, "reference_free": True}, 1).differs
 
 
 def test_a_file_of_trl_has_its_defaults(tmp_path: Path) -> None:
@@ -128,7 +154,6 @@ def test_a_file_of_trl_has_its_defaults(tmp_path: Path) -> None:
     assert (
         convert("hf-trainer", {"dataset_name": "org/d", "dataset_train_split": "sft"}, 1).get("model.optim.lr") == 2e-5
     )
-    assert convert("hf-trainer", {"beta": 0.1, "max_length": 512}, 1).get("model.optim.lr") == 1e-6
     assert not convert("hf-trainer", {"torch_dtype": "float32"}, 1).differs
     plain = convert("hf-trainer", {"max_steps": 5, "dtype": "float32", "dataset_name": "org/rows"}, 1)
     assert (plain.get("model.optim.lr"), strategy(plain)["precision"]) == (5e-5, "fp32")
