@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from lit_fsdp.checkpoint.run_folder import survey
@@ -15,6 +16,8 @@ from lit_fsdp.checkpoint.store import verify_files
 from lit_fsdp.config.parser import load_recipe
 from lit_fsdp.config.run import RunConfig
 from lit_fsdp.host import free_port
+
+MORE = pytest.mark.long("each value of the case is met in `make test` in another combination")
 
 
 def check_recipe(values: dict[str, Any], verb: str) -> RunConfig:

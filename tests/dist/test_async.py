@@ -12,7 +12,7 @@ import torch
 from lit_fsdp.checkpoint.manifest import read_manifest
 from lit_fsdp.checkpoint.run_folder import checkpoints
 from tests.dist.forks import on_ranks
-from tests.runs import content, whole_steps
+from tests.runs import MORE, content, whole_steps
 
 
 def contents(run: Path) -> dict[str, Any]:
@@ -25,7 +25,12 @@ def contents(run: Path) -> dict[str, Any]:
     ("strategy", "ranks", "options"),
     [
         ({"engine": "fsdp1"}, 2, {"accumulate_grad_batches": 2}),
-        ({"engine": "fsdp2", "sharding": "hybrid_shard", "replicate_degree": 2, "shard_degree": 2}, 4, {}),
+        pytest.param(
+            {"engine": "fsdp2", "sharding": "hybrid_shard", "replicate_degree": 2, "shard_degree": 2},
+            4,
+            {},
+            marks=MORE,
+        ),
         ({"engine": "fsdp2", "state_dict": "full", "precision": "low_precision"}, 2, {}),
         ({"engine": "ddp"}, 2, {"more_steps": 12}),
         ({"engine": "fsdp2"}, 2, {"foreign": True}),

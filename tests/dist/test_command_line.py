@@ -162,10 +162,11 @@ def test_a_run_is_exported_by_its_name_and_chats(smoke: Path, tmp_path: Path) ->
     weights = [{name: value for name, value in one.items() if name.endswith(".safetensors")} for one in files]
     assert len(weights) == 5
     assert all(one == weights[0] for one in weights)
-    words = [sys.executable, "-m", "lit_fsdp", "generate", "--model", str(tmp_path / "out"), "--max_new_tokens", "3"]
-    chat = subprocess.run(words, input="Hello\nMore\n\nnever\n", capture_output=True, text=True, check=False)
+    words = [server().python, "-m", "lit_fsdp", "generate", "--model", str(tmp_path / "out"), "--max_new_tokens", "3"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    chat = subprocess.run(words, input="Hello\nMore\n\nnever\n", env=env, capture_output=True, text=True, check=False)
     assert chat.returncode == 0, chat.stderr
-    once = subprocess.run([*words, "--prompt", "Hello"], capture_output=True, text=True, check=True)
+    once = subprocess.run([*words, "--prompt", "Hello"], env=env, capture_output=True, text=True, check=True)
     assert chat.stdout.startswith(once.stdout.rstrip("\n"))
     assert len(chat.stdout) > len(once.stdout)
 
@@ -190,7 +191,7 @@ def test_refused_at_once_without_torch(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the machine has what is refused elsewhere")
 def test_a_gpu_that_is_not_there_names_what_is(tmp_path: Path) -> None:
-    done = lit_fsdp("fit", *SMOKE, "--trainer.accelerator", "gpu", cwd=tmp_path)
+    done = lit_fsdp("fit", *SMOKE, "--trainer.accelerator", "gpu", cwd=tmp_path, python=server().python)
     assert done.returncode == 2
     assert "trainer.accelerator: got gpu, which this machine does not have" in done.stderr
     assert "fix:     add --trainer.accelerator cpu" in done.stderr

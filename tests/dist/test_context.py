@@ -18,6 +18,7 @@ from lit_fsdp.models.parts import context_method
 from lit_fsdp.models.tokenizers import miniature_tokenizer
 from tests.dist.forks import RankError, on_ranks
 from tests.dist.reference import TINY, save_tiny
+from tests.runs import MORE
 
 ROWS = {"global_batch_size": 12, "max_seq_length": 160}
 
@@ -29,20 +30,28 @@ def _run(folder: Path, run: Path, ranks: int, degree: Any = 1, micro: int = 4, *
     return on_ranks("packed_run", ranks, folder=folder, run=run, data=data, strategy=strategy, **options)[0]
 
 
-@pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
-def test_loss_and_gradients_are_those_of_one_process(tiny_model: Path, tmp_path: Path, packing: bool) -> None:
+# ranks, degree and method, rows of a micro-batch
+_SOME = [(2, 2, 4), (4, {"degree": 4, "method": "all_gather"}, 4), (3, 3, 4)]
+_OTHERS = [(2, {"degree": 2, "method": "all_gather"}, 12), (4, 4, 12), (4, 2, 2)]
+
+
+@pytest.mark.parametrize(
+    ("packing", "layouts"),
+    [
+        pytest.param(False, _SOME, id="padded"),
+        pytest.param(True, _OTHERS, id="packed"),
+        pytest.param(False, _OTHERS, id="padded-others", marks=MORE),
+        pytest.param(True, _SOME, id="packed-others", marks=MORE),
+    ],
+)
+def test_loss_and_gradients_are_those_of_one_process(
+    tiny_model: Path, tmp_path: Path, packing: bool, layouts: list[tuple[int, Any, int]]
+) -> None:
     """Tolerance: 1e-6 relative in fp32; only the order of summation differs."""
     data = {"packing": packing}
     wanted = _run(tiny_model, tmp_path / "one", 1, data=data)
     before = torch.load(tmp_path / "one.pt")
-    for ranks, degree, micro in [
-        (2, 2, 4),
-        (2, {"degree": 2, "method": "all_gather"}, 12),
-        (4, 4, 12),
-        (4, {"degree": 4, "method": "all_gather"}, 4),
-        (4, 2, 2),
-        (3, 3, 4),
-    ]:
+    for ranks, degree, micro in layouts:
         run = tmp_path / f"{ranks}-{degree}-{micro}".replace(" ", "")
         found = _run(tiny_model, run, ranks, degree, micro, data=data)
         assert found["losses"] == pytest.approx(wanted["losses"], rel=1e-6)
@@ -63,7 +72,7 @@ def test_noise_on_embeddings_is_that_of_whole_samples(tiny_model: Path, tmp_path
         assert found["losses"] == pytest.approx(plain["losses"], rel=1e-3)
 
 
-@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("lora", [False, pytest.param(True, marks=MORE)], ids=["full", "lora"])
 def test_pairs_are_compared_across_the_cut(tiny_model: Path, tmp_path: Path, lora: bool) -> None:
     found = []
     for ranks, degree in ((1, 1), (2, 2), (4, {"degree": 4, "method": "all_gather"})):
@@ -84,12 +93,21 @@ def test_pairs_are_compared_across_the_cut(tiny_model: Path, tmp_path: Path, lor
             assert step == pytest.approx(wanted, rel=1e-5, abs=1e-6)
 
 
-def test_a_run_goes_on_with_another_degree(tiny_model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "others",
+    [
+        pytest.param(((2, 2), (4, 4)), id="few"),
+        pytest.param(((2, 1), (4, 2)), id="others", marks=MORE),
+    ],
+)
+def test_a_run_goes_on_with_another_degree(
+    tiny_model: Path, tmp_path: Path, others: tuple[tuple[int, int], ...]
+) -> None:
     """Bit-equal with the same one, and within rounding with others; each row once."""
     job: dict[str, Any] = {"folder": tiny_model, "data": {"packing": True}, "steps": 6, "micro": 2}
     whole = _run(run=tmp_path / "whole", ranks=2, degree=2, every=3, **job)
     cut = tmp_path / "whole" / "checkpoints" / "step-00000003"
-    for ranks, degree in ((2, 2), (2, 1), (4, 4), (4, 2)):
+    for ranks, degree in others:
         found = _run(run=tmp_path / f"{ranks}-{degree}", ranks=ranks, degree=degree, ckpt_path=cut, **job)
         if (ranks, degree) == (2, 2):
             assert found["digest"] == whole["digest"]

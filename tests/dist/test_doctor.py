@@ -89,16 +89,24 @@ def examined(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, started: int = 1) 
     return {row.name: row for row in report.rows}
 
 
-def test_a_rank_in_trouble_is_a_row_and_no_hang(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("fault", "seconds", "culprit"),
+    [
+        pytest.param("kill", "60", "rank 1", marks=pytest.mark.long("killed ranks of a run are in tests/faults")),
+        ("hang", "3", "rank 0"),
+    ],
+)
+def test_a_rank_in_trouble_is_a_row_and_no_hang(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fault: str, seconds: str, culprit: str
+) -> None:
     monkeypatch.setattr(doctor_ranks, "run_rank", faulty_rank)
-    for fault, seconds, culprit in (("kill", "60", "rank 1"), ("hang", "3", "rank 0")):
-        monkeypatch.setenv("DOCTOR_FAULT", fault)
-        monkeypatch.setenv("DOCTOR_SECONDS", seconds)
-        row = examined(monkeypatch, tmp_path)["all-reduce by gloo"]
-        assert row.grade == "fail"
-        assert row.found.startswith(f"{culprit} in all-reduce of 1048576 bytes: ")
-        assert ("killed by SIGKILL" if fault == "kill" else "imed out") in row.found
-        assert ("dmesg" if fault == "kill" else "GLOO_SOCKET_IFNAME") in row.fix
+    monkeypatch.setenv("DOCTOR_FAULT", fault)
+    monkeypatch.setenv("DOCTOR_SECONDS", seconds)
+    row = examined(monkeypatch, tmp_path)["all-reduce by gloo"]
+    assert row.grade == "fail"
+    assert row.found.startswith(f"{culprit} in all-reduce of 1048576 bytes: ")
+    assert ("killed by SIGKILL" if fault == "kill" else "imed out") in row.found
+    assert ("dmesg" if fault == "kill" else "GLOO_SOCKET_IFNAME") in row.fix
 
 
 def test_who_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

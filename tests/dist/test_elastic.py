@@ -20,6 +20,7 @@ from lit_fsdp.config.model import OptimConfig, schedule_factor
 from tests.dist.elastic_jobs import ROWS, STEPS_PER_EPOCH
 from tests.dist.forks import on_ranks
 from tests.dist.reference import save_tiny
+from tests.runs import MORE
 from tests.unit.data.conversations import say
 
 MIDDLE, END = 3, STEPS_PER_EPOCH  # of the first epoch; its last global batch is short
@@ -50,6 +51,7 @@ CASES: list[tuple[str, int, str, str, int, int, int]] = [
     ("f", END, "fsdp1", "hybrid_shard", 4, 1, 0),
     ("g", MIDDLE, "fsdp2", "no_shard", 4, 2, 0),
 ]
+SHORT = {("a", MIDDLE), ("a", END), ("b", END), ("c", END)}  # in `make test`: to each engine, and to 1, 2 and 4 ranks
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +105,10 @@ def global_batches(results: Results) -> dict[int, list[int]]:
     return {step: sorted(rows) for step, rows in found.items()}
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id="-".join(map(str, case)), marks=[MORE] * (case[:2] not in SHORT)) for case in CASES],
+)
 def test_another_topology(go: Callable[..., Results], saved: Callable[..., Any], tmp_path: Path, case: Any) -> None:
     name, cut, *choices = case
     folder, whole = saved(name)
@@ -132,7 +137,7 @@ SAME: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", SAME)
+@pytest.mark.parametrize("name", ["fsdp2", "fsdp1", *(pytest.param(name, marks=MORE) for name in list(SAME)[2:])])
 def test_the_same_topology_is_bit_equal(go: Callable[..., Results], tmp_path: Path, name: str) -> None:
     """Losses, learning rates, parameters, optimizer tensors and the rows of every rank, with dropout."""
     choices = {"engine": name.partition(" ")[0], "micro": 2, "kind": "ours", **SAME[name]}
@@ -198,7 +203,7 @@ def test_turns_that_are_samples_of_their_own(go: Callable[..., Results], tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("engine", "accumulate", "first_step"), [("fsdp2", 1, 4), ("fsdp1", 3, 1)]
+    ("engine", "accumulate", "first_step"), [("fsdp2", 1, 4), pytest.param("fsdp1", 3, 1, marks=MORE)]
 )  # (3, 1): inside the second accumulation
 def test_from_the_best_validation(
     dropout_model: Path, tmp_path: Path, engine: str, accumulate: int, first_step: int

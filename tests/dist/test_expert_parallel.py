@@ -12,9 +12,7 @@ from transformers import AutoConfig
 from tests.dist.forks import RankError, on_ranks, on_ranks_each
 from tests.dist.reference import save_tiny
 from tests.dist.test_experts import ALL, saved_mixture
-
-_LONG = pytest.mark.long("two of four families are tried in `make test`")
-FAMILIES = ("qwen3_moe", "gpt_oss", *(pytest.param(name, marks=_LONG) for name in ("deepseek_v3", "granitemoe")))
+from tests.runs import MORE
 
 
 def _weights(run: Path) -> torch.Tensor:
@@ -52,36 +50,57 @@ def _over(degree: int, **strategy: Any) -> dict[str, Any]:
     return {"strategy": {"expert_parallel": degree, **strategy}}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_ten_steps_are_as_without_it(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "ranks"),
+    [
+        ("qwen3_moe", 4),
+        ("gpt_oss", 2),
+        *(pytest.param(name, 2, marks=MORE) for name in ("qwen3_moe", "deepseek_v3", "granitemoe")),
+        *(pytest.param(name, 4, marks=MORE) for name in ("gpt_oss", "deepseek_v3", "granitemoe")),
+    ],
+)
+def test_ten_steps_are_as_without_it(family: str, ranks: int, tmp_path: Path) -> None:
     """Tolerance: 1e-6 relative in fp32; only the order of summation differs."""
-    folder = saved_mixture(family, tmp_path)
-    for ranks, degrees in ((2, (2,)), (4, (2, 4))):
-        cases = {"without": {}, **{f"over-{degree}": _over(degree) for degree in degrees}}
-        assert _compare(folder, tmp_path, ranks, cases, gradient_clip_val=0.5)
+    cases = {"without": {}, **{f"over-{degree}": _over(degree) for degree in (2, 4) if degree <= ranks}}
+    assert _compare(saved_mixture(family, tmp_path), tmp_path, ranks, cases, gradient_clip_val=0.5)
 
 
-def test_layouts_are_as_without_it(tmp_path: Path) -> None:
-    folder = saved_mixture("qwen3_moe", tmp_path)
-    hybrid: dict[str, Any] = {"sharding": "hybrid_shard", "replicate_degree": 2}
-    cases = {
-        "without": {},
-        "hybrid": _over(2, **hybrid),
-        "zero2": _over(2, sharding="shard_grad_op"),
-        "offload": _over(2, cpu_offload=True),
-        "selective": _over(2, activation_checkpointing="selective"),
-        "on-the-host": _over(2, activation_checkpointing={"mode": "full", "offload_activations": True}),
-    }
-    assert _compare(folder, tmp_path, 4, cases, steps=4)
+_HYBRID: dict[str, Any] = {"sharding": "hybrid_shard", "replicate_degree": 2}
+_LAYOUTS: dict[str, dict[str, Any]] = {
+    "hybrid": _over(2, **_HYBRID),
+    "offload": _over(2, cpu_offload=True),
+    "zero2": _over(2, sharding="shard_grad_op"),
+    "selective": _over(2, activation_checkpointing="selective"),
+    "on-the-host": _over(2, activation_checkpointing={"mode": "full", "offload_activations": True}),
+}
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(("hybrid", "offload"), id="few"),
+        pytest.param(("zero2", "selective", "on-the-host"), id="others", marks=MORE),
+    ],
+)
+def test_layouts_are_as_without_it(names: tuple[str, ...], tmp_path: Path) -> None:
+    cases = {"without": {}, **{name: _LAYOUTS[name] for name in names}}
+    assert _compare(saved_mixture("qwen3_moe", tmp_path), tmp_path, 4, cases, steps=4)
+
+
+def test_held_reductions_are_as_without_it(tmp_path: Path) -> None:
     cases = {
         "whole": {},
         "held": _over(2, sync_each_micro_batch=False),
-        "held-hybrid": _over(2, **hybrid, sync_each_micro_batch=False),
+        "held-hybrid": _over(2, **_HYBRID, sync_each_micro_batch=False),
     }
+    folder = saved_mixture("qwen3_moe", tmp_path)
     assert _compare(folder, tmp_path, 4, cases, steps=4, accumulate_grad_batches=2)
-    for ranks in (2, 4):
-        cases = {"without": {}, "with": _over(2), "recomputed": _over(ranks, activation_checkpointing="full")}
-        assert _compare(folder, tmp_path / "lora", ranks, cases, steps=4, model={"lora": ALL})
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=MORE)])
+def test_adapters_are_as_without_it(ranks: int, tmp_path: Path) -> None:
+    cases = {"without": {}, "with": _over(2), "recomputed": _over(ranks, activation_checkpointing="full")}
+    assert _compare(saved_mixture("qwen3_moe", tmp_path), tmp_path, ranks, cases, steps=4, model={"lora": ALL})
 
 
 def test_experts_that_the_ranks_do_not_divide_evenly(tmp_path: Path) -> None:
@@ -90,13 +109,15 @@ def test_experts_that_the_ranks_do_not_divide_evenly(tmp_path: Path) -> None:
     assert [one["own"] for one in found] == [None, [0, 1, 4, 5], [0, 1]]
 
 
-@pytest.mark.parametrize("route", ["none", "tail"])
-def test_ranks_without_tokens_and_with_a_tail_of_one(route: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("route", "ranks"),
+    [("none", 2), ("tail", 4), pytest.param("none", 4, marks=MORE), pytest.param("tail", 2, marks=MORE)],
+)
+def test_ranks_without_tokens_and_with_a_tail_of_one(route: str, ranks: int, tmp_path: Path) -> None:
     """Two experts get all tokens; others, on another rank, get none, or one token of one rank."""
     folder = saved_mixture("qwen3_moe", tmp_path)
-    for ranks in (2, 4):
-        found = _compare(folder, tmp_path, ranks, {"without": {}, "over-2": _over(2)}, steps=4, route=route)
-        assert all(one["routed"] == 2 * 4 for one in found)  # layers and steps
+    found = _compare(folder, tmp_path, ranks, {"without": {}, "over-2": _over(2)}, steps=4, route=route)
+    assert all(one["routed"] == 2 * 4 for one in found)  # layers and steps
 
 
 def test_bf16_with_a_rank_without_tokens(tmp_path: Path) -> None:
@@ -127,7 +148,14 @@ def test_few_bytes_travel(tmp_path: Path) -> None:
     assert divided["sent"] >= 4 * 0.4 * choices * 64 * layers * passes  # half of the choices, there and back, twice
 
 
-def test_a_run_goes_on_with_another_degree_and_with_none(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "others",
+    [
+        pytest.param(((2, 2), (1, 1)), id="few"),
+        pytest.param(((4, 4), (4, 1), (3, 1)), id="others", marks=MORE),
+    ],
+)
+def test_a_run_goes_on_with_another_degree_and_with_none(others: tuple[tuple[int, int], ...], tmp_path: Path) -> None:
     """The same checkpoint files; bit-equal with the same degree, within rounding with others."""
     folder = saved_mixture("gpt_oss", tmp_path)
     job: dict[str, Any] = {"folder": folder, "steps": 6}
@@ -137,7 +165,7 @@ def test_a_run_goes_on_with_another_degree_and_with_none(tmp_path: Path) -> None
     assert (again["losses"], again["digest"]) == (whole["losses"][3:], whole["digest"])
     wanted = _weights(tmp_path / "whole")
     averages = torch.load(tmp_path / "whole/averages.pt")
-    for ranks, degree in ((4, 4), (2, 2), (4, 1), (1, 1), (3, 1)):
+    for ranks, degree in others:
         run = tmp_path / f"{ranks}-{degree}"
         found = on_ranks("divided", ranks, run=str(run), ckpt_path=cut, **_over(degree), **job)[0]
         assert found["losses"] == pytest.approx(whole["losses"][3:], rel=1e-5)
@@ -146,7 +174,7 @@ def test_a_run_goes_on_with_another_degree_and_with_none(tmp_path: Path) -> None
             assert (tensor - averages[name]).norm() <= 1e-5 * averages[name].norm(), name
 
 
-@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("lora", [pytest.param(False, id="full", marks=MORE), pytest.param(True, id="lora")])
 def test_pairs_and_ranks_that_share_rows(lora: bool, tmp_path: Path) -> None:
     folder, model = saved_mixture("qwen3_moe", tmp_path), {"lora": ALL} if lora else {}
     found = []

@@ -23,6 +23,7 @@ from tests.dist.forks import RankError, command, on_ranks
 from tests.dist.lora_jobs import peft_losses
 from tests.dist.matrix import worst_difference
 from tests.dist.reference import global_batch, save_tiny, step_loss
+from tests.runs import MORE
 from tests.unit.models.families import FAMILIES
 
 ALL = {"r": 4, "alpha": 8, "target_modules": "all-linear"}
@@ -128,7 +129,7 @@ def test_runs_go_on_and_are_exported_under_the_names_of_the_hub(tmp_path: Path) 
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # peft 0.21 on transformers 5.23
-@pytest.mark.parametrize("family", ["qwen3_moe", "llama4_text"])
+@pytest.mark.parametrize("family", ["qwen3_moe", pytest.param("llama4_text", marks=MORE)])
 def test_experts_in_four_bits_are_those_that_bitsandbytes_rounds(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

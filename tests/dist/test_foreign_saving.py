@@ -16,6 +16,7 @@ from lit_fsdp.checkpoint.store import load_state
 from tests.dist.foreign_jobs import ForeignNet, ForeignNetWithValidation, foreign_rows
 from tests.dist.forks import on_ranks, on_ranks_each
 from tests.dist.saving_jobs import Changed
+from tests.runs import MORE
 
 ENGINES = ("fsdp2", "fsdp1")
 
@@ -143,7 +144,7 @@ def test_a_file_of_lightnings_own_goes_on(tmp_path: Path) -> None:
         assert found["end"] == pytest.approx(wanted["end"], rel=1e-5)
 
 
-@pytest.mark.parametrize("engine", [*ENGINES, "ddp"])
+@pytest.mark.parametrize("engine", ["fsdp2", pytest.param("fsdp1", marks=MORE), "ddp"])
 def test_callbacks_and_modules_go_on_with_the_state_of_their_rank(tmp_path: Path, engine: str) -> None:
     """As it was on as many ranks; on others DTensors are sharded anew, and what fits no rank is refused or said."""
     job = {"strategy": {"engine": engine}}
@@ -215,7 +216,7 @@ def on_a_stop(run: Path, ranks: int, whole: list[Any], keys: tuple[str, ...], **
     return saved
 
 
-@pytest.mark.parametrize("engine", [*ENGINES, "ddp", "single"])
+@pytest.mark.parametrize("engine", ["fsdp2", pytest.param("fsdp1", marks=MORE), "ddp", "single"])
 def test_averages_are_those_of_a_plain_loop_also_after_a_stop(tmp_path: Path, engine: str) -> None:
     ranks = 1 if engine == "single" else 2
     cases: list[dict[str, int]] = [{}, {"every_steps": 2, "start_step": 3}]

@@ -14,6 +14,7 @@ from tests.benchmarks.loading import MB, above_imports, bound, measure, write_ra
 from tests.dist.choice_jobs import fingerprint
 from tests.dist.forks import on_ranks
 from tests.dist.reference import TINY, UNTIED
+from tests.runs import MORE
 
 GPT2 = GPT2Config(n_embd=36, n_layer=3, n_head=4, n_positions=64, vocab_size=512)  # 36 rows: not equal shards
 
@@ -55,6 +56,7 @@ def large_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_random_llama(tmp_path_factory.mktemp("large"), {**shape, **heads})
 
 
+@pytest.mark.long("half a minute for a peak; what is held in 4 bits is counted in test_qlora")
 def test_a_base_in_4_bits_is_never_held_in_16(large_model: Path) -> None:
     """Each of two ranks stays under its shard, the scales of all and 110 MB, far from the 257 MB of the layers."""
     records = measure("qlora", large_model, 2)
@@ -81,7 +83,9 @@ def many_experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("engine", "model"), [("fsdp2", "many_experts"), ("fsdp1", "large_model")])
+@pytest.mark.parametrize(
+    ("engine", "model"), [pytest.param("fsdp2", "many_experts", marks=MORE), ("fsdp1", "large_model")]
+)
 def test_peak_memory_of_a_rank(request: pytest.FixtureRequest, engine: str, model: str) -> None:
     """Each of two ranks stays under its shard, the largest unit and 120 MB."""
     records = measure(engine, request.getfixturevalue(model), 2)

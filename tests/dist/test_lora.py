@@ -25,6 +25,7 @@ from tests.dist.forks import command, on_ranks, on_ranks_each
 from tests.dist.lora_jobs import peft_losses
 from tests.dist.matrix import worst_difference
 from tests.dist.reference import reference_losses
+from tests.runs import MORE
 
 LORA = {"r": 4, "alpha": 8}
 ALL = {**LORA, "target_modules": "all-linear"}
@@ -39,11 +40,16 @@ WRAP = {"classes": ["LlamaDecoderLayer"], **APART}
         ({"engine": "fsdp2", "activation_checkpointing": "full"}, ALL, 2),
         ({"engine": "fsdp1", "sharding": "shard_grad_op"}, {**ALL, "use_dora": True}, 2),
         ({"engine": "fsdp2", "activation_checkpointing": "selective"}, {**LORA, "modules_to_save": ["norm"]}, 2),
-        ({"engine": "fsdp1", "activation_checkpointing": "every_n"}, {**LORA, "modules_to_save": ["norm"]}, 2),
+        pytest.param(
+            {"engine": "fsdp1", "activation_checkpointing": "every_n"},
+            {**LORA, "modules_to_save": ["norm"]},
+            2,
+            marks=MORE,
+        ),
         ({"engine": "single", "activation_checkpointing": "full"}, ALL, 1),
         ({"engine": "fsdp2", "wrap": WRAP}, ALL, 2),
         ({"engine": "fsdp1", "wrap": WRAP}, ALL, 2),
-        ({"engine": "fsdp2", "activation_checkpointing": "full", "compile": True}, LORA, 2),
+        pytest.param({"engine": "fsdp2", "activation_checkpointing": "full", "compile": True}, LORA, 2, marks=MORE),
     ],
 )
 def test_losses_are_those_of_plain_peft(
@@ -173,7 +179,7 @@ def test_exported_adapters_are_the_live_model(
     ("engine", "other", "ranks", "lora"),
     [
         ("fsdp2", "ddp", 1, {"modules_to_save": ["norm"]}),
-        ("fsdp1", "fsdp2", 4, {"modules_to_save": ["norm"]}),
+        pytest.param("fsdp1", "fsdp2", 4, {"modules_to_save": ["norm"]}, marks=MORE),
         ("fsdp2", "single", 1, {"quantize": "nf4", "double_quantization": True}),
     ],
 )

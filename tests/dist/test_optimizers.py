@@ -16,7 +16,7 @@ from transformers import LlamaConfig
 from lit_fsdp.audit import audit_recipe
 from tests.dist.forks import RankError, on_ranks
 from tests.dist.reference import TINY, save_tiny
-from tests.runs import check_recipe
+from tests.runs import MORE, check_recipe
 
 MUON = {"optimizer": "lit_fsdp.MuonWithAdamW", "lr": 0.02, "schedule": "wsd"}
 EIGHT_BITS = {"optimizer": "torchao.optim.AdamW8bit", "lr": 1e-3, "schedule": "wsd"}
@@ -40,7 +40,7 @@ def audited(folder: Path, optim: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("optim", "layout"),
-    [(EIGHT_BITS, "sharded"), (EIGHT_BITS, "full"), (MUON, "sharded")],
+    [(EIGHT_BITS, "sharded"), pytest.param(EIGHT_BITS, "full", marks=MORE), (MUON, "sharded")],
     ids=["8bit", "full", "muon"],
 )
 def test_a_resume_is_bit_equal(wide_model: Path, tmp_path: Path, optim: dict[str, Any], layout: str) -> None:

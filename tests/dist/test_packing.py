@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.dist.forks import RankError, on_ranks
+from tests.runs import MORE
 
 WHOLE = {"global_batch_size": 64, "micro_batch_size": 4, "max_seq_length": 160}  # all 60 rows in one global batch
 STEPS = {"packing": True, "global_batch_size": 4, "micro_batch_size": 2, "max_seq_length": 160}  # 29 packs: 8 steps
@@ -38,7 +39,7 @@ def test_packed_and_padded_have_the_same_loss_and_gradients(
     assert (proof["engine"], proof["attn_implementation"]) == (engine, "sdpa_by_sample")
 
 
-@pytest.mark.parametrize("engine", ["fsdp2", "fsdp1"])
+@pytest.mark.parametrize("engine", ["fsdp2", pytest.param("fsdp1", marks=MORE)])
 def test_resumed_in_an_epoch_the_next_losses_are_bit_equal(dropout_model: Path, tmp_path: Path, engine: str) -> None:
     """With dropout, so that a proof that drew random numbers would show; the resumed run is made to prove again."""
     job: dict[str, Any] = {"folder": dropout_model, "strategy": {"engine": engine}, "data": STEPS, "steps": 15}
@@ -102,7 +103,7 @@ def test_uneven_validation_counts_every_row_once(tiny_model: Path, tmp_path: Pat
     assert [one["val_loss"] for one in found] == pytest.approx([found[0]["val_loss"]] * 4, rel=1e-6)
 
 
-@pytest.mark.parametrize("engine", ["fsdp2", "fsdp1", "ddp", "single"])
+@pytest.mark.parametrize("engine", ["fsdp2", *(pytest.param(one, marks=MORE) for one in ("fsdp1", "ddp", "single"))])
 def test_named_sets_have_metrics_of_their_own(tiny_model: Path, tmp_path: Path, engine: str) -> None:
     """Each those of its rows alone, all together those of one list; on more ranks than packs."""
     sources = {"easy": ["generated:7"], "hard": ["generated:1", "generated:2"]}

@@ -81,7 +81,17 @@ def test_the_command_of_each_promise(here: Path) -> None:
     assert (here / "verified" / "config.json").is_file()
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES[1:] if script(page)], ids=lambda page: page.stem)
+_LONG = pytest.mark.long("tests/dist has a test of each of its commands; those of the other pages run in `make test`")
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, id=page.stem, marks=[_LONG] * (page.stem in ("quickstart", "lora", "preference")))
+        for page in PAGES[1:]
+        if script(page)
+    ],
+)
 def test_a_page_of_the_manual(page: Path, here: Path) -> None:
     before = set(here.iterdir())
     follow(script(page), here)

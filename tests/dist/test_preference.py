@@ -12,7 +12,7 @@ import pytest
 from lit_fsdp.checkpoint.manifest import read_manifest
 from tests.dist.forks import command, on_ranks
 from tests.dist.preference_jobs import BETA, plain_dpo
-from tests.runs import records
+from tests.runs import MORE, records
 
 NAMES = ("loss", "rewards/chosen", "rewards/rejected")
 LORA = {"lora": {"r": 4, "alpha": 64, "target_modules": "all-linear"}}
@@ -45,7 +45,7 @@ def test_losses_and_rewards_are_those_of_a_plain_loop(tiny_model: Path, tmp_path
 
 @pytest.mark.parametrize(
     ("engine", "model"),
-    [("fsdp2", QLORA), ("fsdp1", LORA), ("ddp", LORA)],
+    [("fsdp2", QLORA), pytest.param("fsdp1", LORA, marks=MORE), ("ddp", LORA)],
     ids=["fsdp2-nf4", "fsdp1", "ddp"],
 )
 def test_with_adapters_the_reference_is_what_lies_below_them(

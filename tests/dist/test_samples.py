@@ -11,13 +11,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lit_fsdp.checkpoint.export import export
 from tests.dist.forks import on_ranks
-from tests.runs import records
+from tests.runs import MORE, records
 
 NEW = 6
 ASKED = {"prompts": 5, "max_new_tokens": NEW}
 
 
-@pytest.mark.parametrize("strategy", [{"engine": "fsdp2"}, {"engine": "fsdp1", "activation_checkpointing": "full"}])
+@pytest.mark.parametrize(
+    "strategy",
+    [{"engine": "fsdp2"}, pytest.param({"engine": "fsdp1", "activation_checkpointing": "full"}, marks=MORE)],
+)
 def test_they_are_the_exported_models_and_change_nothing_also_after_a_resume(
     dropout_model: Path, tmp_path: Path, strategy: dict[str, Any]
 ) -> None:

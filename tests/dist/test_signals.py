@@ -166,7 +166,10 @@ def test_saved_stopped_and_resumed(
         (Forked, "validation", "fit", signal.SIGTERM, "first", 75, [2, 3]),  # the best so far, saved; then a step
         (Forked, "save", "fit", signal.SIGTERM, "all", 75, [2, 3]),  # with loaders, which live as long
         (Command, "exit", "fit", signal.SIGTERM, "all", 0, [2, 3]),
-        (Command, "test", "test", signal.SIGTERM, "first", 75, []),
+        pytest.param(
+            (Command, "test", "test", signal.SIGTERM, "first", 75, []),
+            marks=pytest.mark.long("fit is stopped in the same way"),
+        ),
     ],
     ids=lambda case: case[1],
 )

@@ -10,6 +10,7 @@ from transformers import LlamaConfig
 
 from tests.dist.forks import on_ranks
 from tests.dist.reference import TINY, save_tiny
+from tests.runs import MORE
 
 LORA = {"lora": {"r": 4, "alpha": 8, "target_modules": "all-linear"}}
 HYBRID = {"sharding": "hybrid_shard", "shard_degree": 2, "replicate_degree": 2}
@@ -71,7 +72,9 @@ WAITING = {
 }
 
 
-@pytest.mark.parametrize("case", WAITING.values(), ids=WAITING)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, id=name, marks=[MORE] * (name == "pairs")) for name, case in WAITING.items()]
+)
 def test_the_host_waits_once_per_step(case: dict[str, Any], folder: str, tmp_path: Path):
     found = run(folder, tmp_path, "waits", **case)
     inside, at_step = found["waits"]

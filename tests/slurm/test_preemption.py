@@ -58,6 +58,7 @@ def test_a_job_longer_than_its_time_limit_goes_on_by_itself_until_it_is_done(clu
     check_same(cluster, "limited")
 
 
+@LONG
 def test_a_node_that_goes_down_costs_one_interval(cluster: Cluster):
     number = cluster.submit(cluster.recipe("node", trainer={"max_steps": 60}, slurm=cluster.forked()))
     cluster.wait_for_step("node", 12)
