@@ -10,20 +10,27 @@ from lit_fsdp.errors import require
 GENERATED = "generated:"
 RowFormat = Literal["auto", "messages", "sharegpt", "instruction", "prompt_completion", "text", "tokens", "preference"]
 NEEDED_COLUMNS: dict[RowFormat, tuple[str, ...]] = {
+    "preference": ("chosen", "rejected"),
     "messages": ("messages",),
     "sharegpt": ("conversations",),
     "instruction": ("instruction", "output"),
     "prompt_completion": ("prompt", "completion"),
     "tokens": ("input_ids",),
     "text": ("text",),
-    "preference": ("chosen", "rejected"),
 }
 """Required columns by row format; ``auto`` selects the first format whose columns are all present."""
-COLUMNS = (
-    *(column for needed in NEEDED_COLUMNS.values() for column in needed),
-    *("system", "tools", "functions", "input", "history", "chat_template_kwargs"),
-    *("labels", "completion_mask", "attention_mask"),
-)
+_OF_CHATS = ("system", "tools", "functions", "chat_template_kwargs", "label")
+OPTIONAL_COLUMNS: dict[RowFormat, tuple[str, ...]] = {
+    "preference": ("prompt", *_OF_CHATS[:-1]),
+    "messages": _OF_CHATS,
+    "sharegpt": _OF_CHATS,
+    "instruction": ("input", "history", *_OF_CHATS),
+    "prompt_completion": _OF_CHATS,
+    "tokens": ("labels", "completion_mask", "attention_mask"),
+    "text": (),
+}
+"""Further columns by row format."""
+COLUMNS = tuple(dict.fromkeys(one for by in (NEEDED_COLUMNS, OPTIONAL_COLUMNS) for part in by.values() for one in part))
 """The column names of all row formats."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
 CALL = "function_call"

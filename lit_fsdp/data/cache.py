@@ -229,7 +229,8 @@ def _write(folder: Path, sources: Sequence[Source], config: DataConfig, encoder:
             made[number]["rows"] += counts["rows"]
     if not total["rows"]:
         raise nothing_supervised(", ".join(source.name for source in sources), total["dropped"], refused)
-    return {**total, "refused": refused, "sources": made}
+    unread = sorted({column for source in sources for column in source.unread})
+    return {**total, "refused": refused, "sources": made, "unread": unread}
 
 
 def _tasks(sources: Sequence[Source]) -> Iterator[tuple[int, list[RawRow]]]:

@@ -32,6 +32,7 @@ NAMES = tuple(_NEEDS)
 _FIELD = "data.chat_template"
 _ALLOWED = f"{', '.join(NAMES)}, or a file with a Jinja template"
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_TESTS_NONE = re.compile(r"content['\"]?\]?\s*(is\s+(not\s+)?|==\s*|!=\s*)none", re.IGNORECASE)
 
 
 class ChatTemplate:
@@ -68,13 +69,16 @@ class ChatTemplate:
             **self._variables,
             **conversation.template_kwargs,
         }
+        messages = conversation.messages
+        if _TESTS_NONE.search(source):  # DeepSeek R1 writes calls only if the content is null, as in OpenAI's rows
+            messages = [{**m, "content": None} if m.get("tool_calls") and not m["content"] else m for m in messages]
         try:
             if has_clock:  # transformers has no option for the date
                 _compile_jinja_template(source).environment.globals["strftime_now"] = _TODAY.strftime
             try:
-                (text,), marks = render([conversation.messages], **options)
+                (text,), marks = render([messages], **options)
             except TypeError:  # DeepSeek V3 concatenates call arguments with text, so they must be text
-                (text,), marks = render([[_with_text(message) for message in conversation.messages]], **options)
+                (text,), marks = render([[_with_text(message) for message in messages]], **options)
         except TemplateSyntaxError as error:
             given = f"a template with a syntax error in line {error.lineno}: {error.message}"
             raise ConfigError("data.chat_template", given, "a valid Jinja template", "fix that line") from None

@@ -23,10 +23,10 @@ from lit_fsdp.data.formats import (
     to_conversation,
 )
 from lit_fsdp.data.masks import Encoded, Span, SpanEncoder, added_tokens, sample
-from lit_fsdp.data.turns import AssistantTurns, Found, Unwritten, supervised_turns
+from lit_fsdp.data.turns import REASONING, AssistantTurns, Found, Unwritten, supervised_turns
 from lit_fsdp.errors import ConfigError, DataError, require
 
-_VERSION = 7
+_VERSION = 8
 """Incremented when a change here or below alters the tokens or masks of the same rows."""
 CUT, TOO_LONG = "cut before the assistant's turn", "longer than max_seq_length"
 EMPTY, NOTHING_LEFT = "empty", "without a supervised token"
@@ -161,6 +161,9 @@ class RowEncoder:
         """Render a row as one text, or with ``data.split_turns`` one per supervised turn; also return omitted texts."""
         whole, splits = self._config.train_on_prompt, self._config.split_turns
         is_preference = row_format == "preference"
+        if row.get("label") is False and row_format not in ("preference", "text"):
+            fix = "train on pairs (chosen, rejected), or remove such rows (data.on_bad_row: drop)"
+            raise DataError(f"{location}: label: false marks an answer that is not wanted\n  fix:     {fix}")
         row_format = "prompt_completion" if is_preference else row_format
         if row_format == "text":
             text = text_of(row, "text", location)
@@ -198,6 +201,8 @@ class RowEncoder:
     def _allowed(self, unwritten: Iterable[Unwritten], location: str, fix: str) -> tuple[str, ...]:
         """Return the roles of texts that the template omits, or raise DataError."""
         names = ", ".join(name for name, _ in unwritten)
+        if any(kind == REASONING for _, kind in unwritten):
+            fix = "set a data.chat_template that writes the reasoning of the last turn, or remove it"
         if names and self._config.unwritten_text == "error":
             raise DataError(
                 f"{location}: the chat template omits {names}, in part or in full\n"

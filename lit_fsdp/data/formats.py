@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from lit_fsdp.config.data import CALL, NEEDED_COLUMNS, ROLES, RowFormat, TurnsConfig
+from lit_fsdp.config.data import CALL, NEEDED_COLUMNS, OPTIONAL_COLUMNS, ROLES, RowFormat, TurnsConfig
 from lit_fsdp.errors import DataError
 
 Message = dict[str, Any]
@@ -38,8 +38,12 @@ _LIKELY = {
     "instruction": ("question", "query", "problem"),
     "output": _ANSWERS,
     "completion": _ANSWERS,
+    "input": ("context",),
+    "system": ("system_prompt", "system_message"),
 }
 """Common names of our columns in other data."""
+_QUESTIONS = ("instruction", "question", "query", "input", "messages", "conversations")
+"""Columns of pairs without ``prompt`` that belong to the prompt."""
 _UNKNOWN_MASKS = ("loss_mask", "assistant_masks", "assistant_mask")
 _IGNORED = -100
 
@@ -67,19 +71,28 @@ def find_format(columns: set[str], name: str) -> RowFormat:
             return row_format
     known = "; ".join(f"{row_format}: {', '.join(needed)}" for row_format, needed in NEEDED_COLUMNS.items())
     shown = ", ".join(f"{ours}: {theirs}" for ours, theirs in _likely(set(map(str, columns))).items())
+    example = f"for example data.columns: {{{shown}}}" if shown else "as data.columns: {OURS: YOURS}"
     raise DataError(
         f"{name}: cannot detect the row format from columns {', '.join(sorted(map(str, columns))) or '(none)'}\n"
-        f"  allowed: {known}\n  fix:     map our columns to yours, for example data.columns: {{{shown}}}"
+        f"  allowed: {known}\n  fix:     map our columns to yours, {example}"
     )
 
 
+def unread_columns(columns: set[str], row_format: RowFormat) -> list[str]:
+    """Return the columns that a row format does not read, sorted."""
+    return sorted(columns.difference(NEEDED_COLUMNS[row_format], OPTIONAL_COLUMNS[row_format]))
+
+
 def _likely(columns: set[str]) -> dict[str, str]:
-    """Suggest ``data.columns`` by common names of other columns."""
-    for needed in NEEDED_COLUMNS.values():
-        found = {ours: name for ours in needed for name in sorted(columns) if name in _LIKELY.get(ours, ())}
+    """Suggest ``data.columns`` by common names of other columns; empty if there are none."""
+    if {"input", "output"} <= columns:
+        return {"instruction": "input"}
+    for row_format, needed in NEEDED_COLUMNS.items():
+        names = (*needed, *OPTIONAL_COLUMNS[row_format])
+        found = {ours: name for ours in names for name in sorted(columns) if name in _LIKELY.get(ours, ())}
         if found and columns.union(found).issuperset(needed):
             return found
-    return {"messages": "chat"}
+    return {}
 
 
 def num_alike(one: Sequence[Any], other: Sequence[Any]) -> int:
@@ -130,6 +143,11 @@ def preference_sides(row: Mapping[str, Any], location: str) -> list[dict[str, An
             raise DataError(f"{location}: chosen and rejected are equal\n  fix:     remove the row")
         shared = num_alike(chosen, rejected)
         shared -= chosen[shared - 1 : shared] == " "  # belongs to the following word
+        asked = [name for name in _QUESTIONS if row.get(name)]
+        if prompt is None and asked and (kind is str or not shared):
+            one = f"map it: data.columns: {{prompt: {asked[0]}}}"
+            fix = f"write {' and '.join(asked)} as one column prompt" if asked[1:] else one
+            raise DataError(f"{location}: no prompt, but {', '.join(asked)}\n  fix:     {fix}")
         lead = [_first(one, _CONTENT_KEYS)[1] for one in chosen[:shared] if isinstance(one, Mapping)]
         if isinstance(prompt, str) and prompt.strip() not in [text.strip() for text in lead if isinstance(text, str)]:
             given, fix = "not a common prefix of chosen and rejected", "write the prompt as a list of messages"
@@ -152,7 +170,8 @@ def to_conversation(
     """
     if row_format == "instruction":
         prompt = text_of(row, "instruction", location)
-        prompt += f"\n\n{text_of(row, 'input', location)}" if row.get("input") else ""
+        if row.get("input"):
+            prompt = (f"{prompt}\n\n" if prompt else "") + text_of(row, "input", location)
         answer = text_of(row, "output", location)
         told = _from_json(row.get("history"), f"{location}: history") or []
         if not isinstance(told, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in told):
@@ -232,7 +251,7 @@ def _message(turn: Any, location: str) -> Message:
         return {"role": turn["role"], "content": turn["content"]}  # the common case, five times faster
     made = {key: value for key, value in turn.items() if value is not None} if isinstance(turn, Mapping) else {}
     (role_key, given), (content_key, content) = _first(made, _ROLE_KEYS), _first(made, _CONTENT_KEYS)
-    calls = [made[key] for key in ("tool_calls", CALL) if made.get(key)]
+    calls = [made[key] for key in ("tool_calls", CALL) if made.get(key) not in (None, "", [], "[]")]
     if given is None or (content is None and not calls):
         problem = f"a message must have role and content, or from and value, not {_shown(turn)}"
         raise DataError(f"{location}: {problem}\n  fix:     {_SAY_WHICH}")
@@ -282,9 +301,10 @@ def _calls(calls: Any, location: str) -> list[dict[str, Any]]:
             raise DataError(f"{location}: tool_calls must be a list of calls with function names, not {_shown(calls)}")
         what = f"{location}: arguments of {function['name'][:40]!r}"
         key, given = _first(function, ("arguments", "parameters"))
-        arguments = _from_json(given, what) or {}
+        arguments = _from_json(_from_json(given, what), what) or {}  # also JSON text inside JSON text
         if not isinstance(arguments, Mapping):
-            raise DataError(f"{what} must be an object, not {_shown(arguments)}")
+            fix = "write {name: value}, or remove the row (data.on_bad_row: drop)"
+            raise DataError(f"{what} must be an object, not {_shown(arguments)}\n  fix:     {fix}")
         if function is call:  # name and arguments are on the same level as the id
             function = {key: value for key, value in call.items() if key not in ("id", "type")}
             call = {"type": "function"} | {key: value for key, value in call.items() if key == "id"}

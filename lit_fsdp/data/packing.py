@@ -244,6 +244,7 @@ def _described(split: Samples) -> dict[str, Any]:
         if split.sets
         else meta["sources"],
         **{name: meta[name] for name in ("rows_read", "dropped", "truncated", "unwritten")},
+        "columns_not_read": ", ".join(meta.get("unread", ())) or None,
         "plain_text": meta.get("plain_text") or None,
         "samples": len(lengths),
         "tokens": tokens,

@@ -17,7 +17,7 @@ from typing import Any
 
 from lit_fsdp.config.data import GENERATED, DataConfig, RowFormat, SourceConfig, Sources, TurnsConfig, check_sources
 from lit_fsdp.data import readers
-from lit_fsdp.data.formats import find_format, map_turns
+from lit_fsdp.data.formats import find_format, map_turns, unread_columns
 from lit_fsdp.data.readers import RawRow, Row, kind_of, naming
 from lit_fsdp.errors import DataError, require
 from lit_fsdp.host import make_once
@@ -47,6 +47,12 @@ class Source:
     weight: float | None = None
     columns: dict[str, str] | None = None
     turns: TurnsConfig | None = None
+
+    @property
+    def unread(self) -> list[str]:
+        """Columns of the first rows that the row format does not read."""
+        head = (row for _, row in islice(self.rows(), _HEAD_ROWS) if isinstance(row, dict))
+        return unread_columns({str(name) for row in head for name in row}, self.row_format)
 
     @cached_property
     def row_format(self) -> RowFormat:
@@ -150,7 +156,8 @@ def find_sources(sources: Sources, config: DataConfig | None = None, streaming: 
         form, turns = entry.format or config.format, entry.turns or config.turns
         if files and all(file.startswith(GENERATED) for file in files):
             # data.columns and so on describe the user's files; generated rows are conversations, or pairs of them
-            columns, turns, form = entry.columns, entry.turns, form if entry.format or form == "preference" else "auto"
+            columns, turns = entry.columns, entry.turns
+            form = form if entry.format or form == "preference" else "messages"
         found.append(Source(entry.source, tuple(files), hub, streaming, form, entry.weight, columns, turns))
     return found
 

@@ -22,8 +22,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from lit_fsdp.data import formats
 from lit_fsdp.data.chat_template import ChatTemplate
-from lit_fsdp.data.formats import REASONING, Conversation, Message, num_alike
+from lit_fsdp.data.formats import Conversation, Message, num_alike
 from lit_fsdp.data.masks import Span
 from lit_fsdp.errors import DataError
 
@@ -38,7 +39,8 @@ _MAX_KEPT = 4096
 
 
 Unwritten = tuple[str, str]
-"""Description of a text that is not in the rendering, and its role, or ``tools``."""
+"""Description of a text that is not in the rendering, and its role, or ``tools`` or ``reasoning``."""
+REASONING = "reasoning"
 Found = tuple[str, list[Span], list[Unwritten]]
 
 
@@ -97,8 +99,8 @@ class AssistantTurns:
             if "".join(pieces) == text:
                 ends = list(accumulate(map(len, pieces)))
                 return text, list(zip(ends[::2], ends[1::2], strict=False)), lacks
-        text, spans = self._by_tags(conversation, wanted, location)
-        return text, spans, self.unwritten(conversation, text)
+        text, spans, lost = self._by_tags(conversation, wanted, location)
+        return text, spans, [*self.unwritten(conversation, text), *lost]
 
     def find_last(self, conversation: Conversation, location: str) -> Found:
         """Like :meth:`find` for the last turn, after the prompt that is used in generation.
@@ -108,13 +110,15 @@ class AssistantTurns:
         """
         *before, _ = conversation.messages
         text, spans, lacks = self.find(conversation, [len(before)], location)
+        lost = [one for one in lacks if one[1] == REASONING]
         prompted, start = self._template.text_of(conversation, before, generation_prompt=True) or "", spans[0][0]
         last = before[-1]["content"].strip() if before else ""
         tails = [self._tail(text[:start]), f"{last}{text[:start].rpartition(last)[2]}" if last else ""]
         for prompt in (prompted, prompted.rpartition("<think>")[0]):  # the turn may render the reasoning differently
             if any(tail and prompt.endswith(tail) for tail in tails):
                 if prompt != text[:start]:
-                    lacks = self.unwritten(replace(conversation, messages=before), prompted, generation_prompt=True)
+                    of_prompt = replace(conversation, messages=before)
+                    lacks = [*self.unwritten(of_prompt, prompted, generation_prompt=True), *lost]
                 moved = len(prompt) - start
                 return prompt + text[start:], [(a + moved, b + moved) for a, b in spans], lacks
         return text, spans, lacks
@@ -165,7 +169,7 @@ class AssistantTurns:
         messages = [{**m, "content": f"\ue002{i}\ue003" if m["content"].strip() else m["content"]} for i, m in numbered]
         placed = replace(conversation, messages=messages)
         try:
-            text, spans = self._by_tags(placed, wanted, location)
+            text, spans, _ = self._by_tags(placed, wanted, location)
         except DataError:  # raised again for the row itself
             return [], []
         pieces = [text[a:b] for a, b in pairwise([0, *chain.from_iterable(spans), len(text)])]
@@ -178,10 +182,11 @@ class AssistantTurns:
             self._kept[key] = make()
         return self._kept[key]
 
-    def _by_tags(self, conversation: Conversation, wanted: Sequence[int], location: str) -> tuple[str, list[Span]]:
+    def _by_tags(self, conversation: Conversation, wanted: Sequence[int], location: str) -> Found:
+        """Like :meth:`find`, with the reasoning of the last turn as the only omitted text."""
         text, marks = self._template.render(conversation, location)
         if not wanted:
-            return text, []
+            return text, [], []
         rendered = self._tagged(conversation, text, location)
         turns = {i: self._turn(rendered, i) for i, m in enumerate(conversation.messages) if m["role"] == "assistant"}
         found: list[Span] = []
@@ -204,7 +209,11 @@ class AssistantTurns:
         for start, end in found:
             inside[start:end] = True
         borders = np.flatnonzero(np.diff(inside, prepend=False)).tolist()
-        return text, list(zip(borders[::2], borders[1::2], strict=True))
+        last = len(conversation.messages) - 1  # templates omit earlier reasoning on purpose
+        thoughts = _reasoning(conversation.messages[last]) if last in wanted else ""
+        is_lost = bool(thoughts.strip()) and _is_missing(thoughts, text[max(0, turns[last].start) :])
+        lost = [(f"the reasoning of message {last} (assistant)", REASONING)] * is_lost
+        return text, list(zip(borders[::2], borders[1::2], strict=True)), lost
 
     def _tagged(self, conversation: Conversation, text: str, location: str) -> _Rendered:
         """Render with tags, outside or inside the whitespace around the content; the text must be the same."""
@@ -329,7 +338,7 @@ def _with_tags(message: Message, index: int, strips: bool) -> Message:
     if message["role"] != "assistant":
         return message
     made = {**message}
-    for key in REASONING:
+    for key in formats.REASONING:
         if isinstance(message.get(key), str):
             made[key] = _in_front(tag(_THOUGHT), message[key])
     calls = message.get("tool_calls") or []
@@ -367,6 +376,12 @@ def _is_missing(content: str, text: str) -> bool:
     """Whether most words are missing from the text, which may render them in another form."""
     words = set(_WORD.findall(content.casefold()))
     return 2 * sum(word not in text.casefold() and json.dumps(word)[1:-1] not in text for word in words) > len(words)
+
+
+def _reasoning(message: Message) -> str:
+    """Return the reasoning text of a message, from a key of its own or before ``</think>``."""
+    own = next((message[key] for key in formats.REASONING if isinstance(message.get(key), str)), "")
+    return str(own or message["content"].rpartition("</think>")[0].rpartition("<think>")[2])
 
 
 def _in_front(tag: str, text: str) -> str:

@@ -13,7 +13,7 @@ import pytest
 
 from lit_fsdp.config.data import DataConfig, SourceConfig, TurnsConfig
 from lit_fsdp.config.sections import build
-from lit_fsdp.data.formats import Conversation, find_format, read_tokens, to_conversation
+from lit_fsdp.data.formats import Conversation, find_format, read_tokens, to_conversation, unread_columns
 from lit_fsdp.data.readers import read_file
 from lit_fsdp.data.sources import find_sources
 from lit_fsdp.errors import ConfigError, DataError
@@ -44,18 +44,24 @@ def test_formats():
         assert find_format(set(row), "x") == form
         assert to_conversation(row, form, "x") == Conversation(wanted), row
     assert find_format({"text", "id"}, "x") == "text"
+    for beside in ("messages", "conversations", "prompt"):  # what was said before, or the chosen side again
+        assert find_format({beside, "chosen", "rejected"}, "x") == "preference"
+    assert unread_columns({"instruction", "output", "context", "input", "id"}, "instruction") == ["context", "id"]
     assert find_format({"text", "input_ids"}, "x") == "tokens"
     assert find_format({"text", "prompt", "completion"}, "x") == "prompt_completion"
     for columns in ({"content"}, set[str](), {"instruction"}, {"prompt", "id"}):
         with pytest.raises(
             DataError,
-            match=r"cannot detect the row format from columns .*\n  allowed: messages(?s:.*)\{messages: chat\}",
+            match=r"cannot detect the row format from columns .*\n  allowed: pref(?s:.*)data.columns: {OURS: YOURS}",
         ):
             find_format(columns, "rows.jsonl:1")
     for columns, shown in (
         ({"id", "question", "answer"}, "{instruction: question, output: answer}"),
         ({"prompt", "response"}, "{completion: response}"),
         ({"dialog", "id"}, "{messages: dialog}"),
+        ({"instruction", "context", "response", "category"}, "{output: response, input: context}"),
+        ({"system_prompt", "question", "response"}, "{instruction: question, output: response, system: system_prompt}"),
+        ({"input", "output"}, "{instruction: input}"),
     ):
         with pytest.raises(DataError, match=re.escape(f"data.columns: {shown}")):
             find_format(columns, "rows.jsonl:1")
@@ -66,14 +72,15 @@ def test_calls_and_tools():
         return to_conversation({"messages": list(turns)}, "messages", "x").messages
 
     wanted = {"role": "assistant", "content": "", "tool_calls": [CALL]}
-    for arguments in ({"a": 1}, '{"a": 1}'):
+    for arguments in ({"a": 1}, '{"a": 1}', json.dumps('{"a": 1}')):
         function = {"name": "f", "arguments": arguments}
         for call in ({**CALL, "function": function}, function):
             assert said(HI, {"role": "assistant", "content": None, "tool_calls": [call]})[1] == wanted
     flat = {"id": "c1", **CALL["function"]}
     assert said(HI, {**YO, "tool_calls": [flat]})[1]["tool_calls"] == [{**CALL, "id": "c1"}]
     answer = {"role": "tool", "content": "2", "name": "f"}
-    assert said({**YO, "tool_calls": [], "train": None}, {**answer, "tool_call_id": None}) == [YO, answer]
+    for none in ([], "[]", ""):
+        assert said({**YO, "tool_calls": none, "train": None}, {**answer, "tool_call_id": None}) == [YO, answer]
     for name in ("reasoning_content", "thinking", "reasoning"):  # as transformers names them from 5.21 on
         thought = said({**YO, name: "why"})[0]
         assert thought.keys() == {*YO, "reasoning_content", "thinking", name}
@@ -122,6 +129,8 @@ def test_every_dialect_is_its_plain_twin(small: Any, tmp_path: Path):
         *(({"conversations": _talk(f"{name.split()[0]}:Hi", f"{name.split()[1]}:Yo", keys=key)}, [HI, YO], {})
           for name in names for key in keys),
         ({"instruction": "Hi", "output": "Yo", "history": [["Hi", "Yo"]]}, [HI, YO, HI, YO], {}),
+        ({"instruction": "", "input": "Hi", "output": "Yo"}, [HI, YO], {}),
+        ({"messages": [HI, YO], "label": True}, [HI, YO], {}),  # of KTO
         ({"prompt": [HUMAN, GPT, HUMAN], "completion": [GPT]}, [HI, never, HI, YO], {}),
         ({"prompt": [HUMAN], "chosen": GPT, "rejected": {**GPT, "value": "No"}, "functions": flat},
          {"prompt": [HI], "chosen": [YO], "rejected": [no], **tools}, {}),

@@ -67,12 +67,17 @@ def test_bad_rows_are_named_in_one_sentence():
     for row, message in [
         ({"prompt": "a", "chosen": "b", "rejected": None}, "chosen is str 'b' and rejected NoneType"),
         ({"chosen": "a", "rejected": "a"}, "chosen and rejected are equal"),
+        ({"question": "q", "chosen": "A b", "rejected": "A c"}, "no prompt, but question"),
+        ({"instruction": "q", "input": "x", "chosen": "b", "rejected": "c"},
+         "no prompt, but instruction, input\n  fix:     write instruction and input as one column prompt"),
+        ({"conversations": [HI], "chosen": YO, "rejected": NO},
+         "no prompt, but conversations\n  fix:     map it: data.columns: {prompt: conversations}"),
         ({"chosen": "a", "rejected": [YO]}, "chosen is str 'a' and rejected list"),
         ({"chosen": 1, "rejected": 2}, "chosen is int '1' and rejected int '2'"),
         ({"prompt": [HI], "chosen": [HI], "rejected": []}, "rejected: completion: a conversation must be"),
         ({"chosen": [YO], "rejected": [NO]}, "chosen: prompt: a conversation must be a non-empty list"),
         ({"prompt": "what?", "chosen": [HI, YO], "rejected": [HI, NO]}, "prompt is not a common prefix"),
-    ]:
+    ]:  # fmt: skip
         with pytest.raises(DataError, match=rf"^rows\.jsonl:3: {message}"):
             _encode(row, "preference", template=CHATML)
     with pytest.raises(ConfigError, match=r"data\.train_on_prompt"):

@@ -194,6 +194,41 @@ def test_kwargs_of_the_template(small: Any):
     assert all(text.endswith(f"assistant\n⟦{THOUGHT}2<|im_end|>⟧") for text in texts[3:])
 
 
+def test_reasoning_that_the_last_turn_loses_is_an_error(small: Any):
+    """Of earlier turns it is omitted on purpose."""
+    without = CHATML.replace("{{ m.content }}{% for", "{{ m.content.split('</think>')[-1] }}{% for")
+    own = {**say("a:2")[0], "reasoning_content": "why so"}
+    for template, last in ((without, say(f"a:{THOUGHT}2")[0]), (CHATML, own)):
+        with pytest.raises(
+            DataError, match=r"omits the reasoning of message 1 \(assistant\)(?s:.*)that writes the reason"
+        ):
+            encode(small, template, [*say("u:1"), last])
+        for split in (False, True):
+            options: dict[str, Any] = {"unwritten_text": "allow", "split_turns": split}
+            assert supervised(small, template, [*say("u:1"), last], **options)[0].strip() == "2<|im_end|>"
+        assert len(supervised(small, template, [*say("u:1"), last, *say("u:3", "a:4")])) == 2
+    for template in (CHATML, THINKING):
+        assert supervised(small, template, say("u:1", f"a:{THOUGHT}2")) == [THOUGHT + "2<|im_end|>"]
+    assert supervised(small, THINKING, [*say("u:1"), own]) == ["<think>\nwhy so\n</think>\n\n2<|im_end|>"]
+
+
+def test_a_call_without_text_has_null_content_where_a_template_tests_for_it(small: Any):
+    """As DeepSeek R1, which else writes an empty answer after each call."""
+    tests = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and m['content'] is none %}"
+        "{% for c in m.tool_calls %}<tool_call>{{ c.function | tojson }}{% endfor %}<|im_end|>{% else %}{{ m.content }}"
+        "<|im_end|>{% endif %}\n{% endfor %}" + ASKED
+    )
+    call = '<tool_call>{"name": "look", "arguments": {"city": "Oslo"}}<|im_end|>'
+    assert supervised(small, tests, _calls()) == [call, "It is.<|im_end|>"]
+
+
+def test_answers_that_are_not_wanted_are_rejected(small: Any):
+    """Rows of KTO, with their label."""
+    with pytest.raises(DataError, match="label: false marks an answer that is not wanted"):
+        encode(small, CHATML, say("u:1", "a:2"), row={"label": False})
+
+
 def test_a_sample_per_turn_is_what_inference_sees(small: Any):
     """The conversation up to each turn rendered alone: as the model is asked, then what it says."""
     called = [*_calls("Look."), *say("u:3", "a:4")]
