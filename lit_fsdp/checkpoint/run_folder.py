@@ -15,6 +15,7 @@ import shutil
 import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Literal
 
@@ -89,8 +90,9 @@ def choose(
     word = str(word_or_path)
     if word not in ("last", "best"):
         path = Path(word_or_path).expanduser()
-        is_word = word.lower() in ("true", "auto", "latest") and not path.exists()
-        require(not is_word, "ckpt_path", word, "last, best or the path of a checkpoint", "write --ckpt_path last")
+        near = ["last"] if word.lower() in ("true", "auto", "latest") else get_close_matches(word, ("last", "best"), 1)
+        allowed, fix = "last, best or the path of a checkpoint", f"write --ckpt_path {''.join(near)}"
+        require(path.exists() or not near, "ckpt_path", word, allowed, fix)
         disk.restore(path)
         read_manifest(path)
         return [path]

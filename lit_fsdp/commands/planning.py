@@ -114,16 +114,20 @@ def run_plan(argv: Sequence[str]) -> int:
     require(is_sized, "--search, --write", "no GPU memory size", "--gpu NAME or --memory GIB", "add --gpu h100-80gb")
     found = memory.rank_memory(run)
     if options.savings:
-        lighter = [
-            ("?" if one["num_bytes"] is None else size_words(one["num_bytes"]), one["remark"], one["flags"])
-            for one in search.savings(run)
-        ]
-        lighter = lighter or [("-", "no other option of the planner", "-")]
+        lighter = []
+        for one in search.savings(run):
+            saved, fits = one["num_bytes"], "?"
+            if gib and saved is not None:
+                fits = "yes" if found.room(gib) + saved >= 0 else "no"
+            lighter.append(("?" if saved is None else size_words(saved), fits, one["remark"], one["flags"]))
+        lighter = lighter or [("-", "-", "no other option of the planner", "-")]
+        titles = ("less", "then fits", "what changes", "to paste")
+        shown = [0, 1, 2, 3] if gib else [0, 2, 3]
         peak = size_words(found.peak + memory.OVERHEAD_BYTES)
         fits = f"; it {_verdict(found, gib)}" if gib else ""
         print(f"predicted peak per rank ({found.step.moment}): {peak}{fits}.")
         print("Each of these options alone needs less memory, in the order to try:")
-        print(columns([("less", "what changes", "to paste"), *lighter], right=("less",)))
+        print(columns([tuple(row[i] for i in shown) for row in (titles, *lighter)], right=("less",)))
         return 0
     taken, host, host_gib = memory.step_time(run, gpu), memory.host_memory(run), options.host_memory
     too_much = host["total"] / 2**30 - host_gib * memory.HOST_USABLE
@@ -220,11 +224,17 @@ def _gpu(name: str) -> Any:
     known = {gpu.name: gpu for gpu in gpus()}
     near = [one for one in known if one.startswith(name.lower())]  # h100: 80 GB or 94 GB
     near = near or difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.3)
+    near = [one for one in near if _number_in(one).startswith(_number_in(name))]  # rtx3060 is not rtx3090
     if size := re.fullmatch(r"(\d+) *gi?b?", name.lower()):
         near = []
     fix = f"write {near[0]}; or --memory GIB for other GPUs" if near else f"write --memory {size[1] if size else 'GIB'}"
     require(name.lower() in known, "--gpu", name, ", ".join(known), fix)
     return known[name.lower()]
+
+
+def _number_in(name: str) -> str:
+    """Return the first number in the name of a GPU, which names its model."""
+    return next(iter(re.findall(r"\d+", name)), "")
 
 
 def _memory_table(found: Any, host: Mapping[str, int]) -> str:

@@ -41,7 +41,9 @@ def _render_or_submit(verb: str, argv: Sequence[str]) -> int:
         parser.add_argument(f"--{name}", help=f"slurm.{name}")
     if verb == "submit":
         parser.add_argument("--force", action="store_true", help="submit even if checks fail")
+        parser.add_argument("--dry-run", action="store_true", help="only print the sbatch file, as slurm render does")
     options, rest = parser.parse_known_args(argv)
+    verb = "render" if vars(options).pop("dry_run", False) else verb
     job, run, values = _planned(options, rest)
     from lit_fsdp.checkpoint.manifest import read_manifest
     from lit_fsdp.checkpoint.run_folder import checkpoints
@@ -115,4 +117,6 @@ def checkpoint_bytes(run: RunConfig) -> int | None:
         if run.slurm.container or run.slurm.command or error.field in ("model.name", "model.tokenizer"):
             return None
         raise
-    return sum(rank["parameter_bytes"] + rank["optimizer_bytes"] for rank in record["state_per_rank"])
+    # checkpoints of adapters are without the frozen base; gradients have the size of the trained parameters
+    weights = "gradient_bytes" if run.model.lora else "parameter_bytes"
+    return sum(rank[weights] + rank["optimizer_bytes"] for rank in record["state_per_rank"])

@@ -117,7 +117,8 @@ def check_sources(split: str, sources: Sources | Sets | None) -> list[SourceConf
     require(fits, split, "names for some of its sources", "a name for every source, or for none")
     weighted = sum(entry.weight is not None for entry in found)
     given = f"weights for {weighted} of {len(found)} sources"
-    require(weighted in (0, len(found)), split, given, "a weight for every source of the mix, or for none")
+    allowed, fix = "a weight for every source of the mix, or for none", "add weight: 1 to the others"
+    require(weighted in (0, len(found)), split, given, allowed, fix)
     return found
 
 
@@ -244,7 +245,8 @@ def accumulation_steps(config: DataConfig, world_size: int, accumulate: int | No
     per_forward, total = config.micro_batch_size * world_size, config.global_batch_size or DEFAULT_BATCH
     given = f"{total} with micro_batch_size {config.micro_batch_size} on {world_size} ranks"
     allowed = f"a multiple of micro_batch_size * ranks == {per_forward}"
-    fix = f"set global_batch_size: {max(1, round(total / per_forward)) * per_forward}, or another micro_batch_size"
+    fix = f"set global_batch_size: {max(1, round(total / per_forward)) * per_forward}"
+    fix += ", or another micro_batch_size" if total % world_size == 0 else ""
     require(total % per_forward == 0, "data.global_batch_size", given, allowed, fix)
     steps = total // per_forward
     given, allowed = f"{accumulate} with global_batch_size {given}", f"{steps}, computed from these values"

@@ -197,7 +197,7 @@ def merged_precision(word: Any, precision: Any) -> Any:
     given = precision if precision is None or isinstance(precision, str) else precision["mode"]
     same = given is None or ours.get(given, given) == mode
     conflict = f"{word} with {STRATEGY}.precision {given}: conflicting precision settings"
-    require(same, "trainer.precision", conflict, "one of them", f"set only one: write --{STRATEGY}.precision {word}")
+    require(same, "trainer.precision", conflict, "one of them", f"set only one: write --{STRATEGY}.precision {mode}")
     return mode if precision is None else precision
 
 

@@ -137,6 +137,8 @@ _OTHER_MEANING = "min_lr fsdp fsdp_version distributed_type sharding_strategy fs
 """Keys whose values mean something else here."""
 _STEPS = ("eval_steps", "eval_interval")
 """Keys that count optimizer steps, where ours counts micro-batches."""
+_SWITCHES = ("data.packing", "data.streaming", "model.trust_remote_code", f"{_S}.cpu_offload", f"{_S}.compile")
+"""Keys that are true or false."""
 _LOSSES = ("ipo", "orpo", "simpo")
 _ARGUMENTS = ("model.lora.", "model.class_path", "trainer.callbacks.", "trainer.logger.")
 """Beginnings of keys that no parser lists, as they depend on other values."""
@@ -167,7 +169,7 @@ def as_flag(error: ConfigError, argv: Sequence[str], known: Collection[str]) -> 
         return "remove it"
     if not key or (not value and (not is_unknown or own_key in _OTHER_MEANING.split())):
         return fix
-    value = shlex.quote(value or own or "VALUE")
+    value = shlex.quote(value or own or ("true" if key in _SWITCHES else "VALUE"))
     if key == "model.class_path":
         return f"write --model {value}" + (f" --model.preference.loss {own.lower()}" if own.lower() in _LOSSES else "")
     counts = ", which counts micro-batches, trainer.accumulate_grad_batches per step" if own_key in _STEPS else ""

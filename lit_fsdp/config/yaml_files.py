@@ -19,7 +19,22 @@ from lit_fsdp.redaction import remember
 
 
 class _RecipeLoader(yaml.SafeLoader):
-    """YAML in which 12:00:00 and 2024-01-01 are text, and 1e-4 is a number."""
+    """YAML in which 12:00:00 and 2024-01-01 are text, 1e-4 is a number, and a key occurs once per mapping."""
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """Refuse a key that occurs twice, and keep a merged key (<<) once: PyYAML would keep the last and the first.
+
+        PyYAML 6.0.4 merges a mapping that overrides a merged key of one letter, such as ``r``, with the old value.
+        """
+        start, end, seen = node.start_mark.index, node.end_mark.index, set[str]()
+        for key, _ in node.value:
+            is_own = isinstance(key, yaml.ScalarNode) and start <= key.start_mark.index < end
+            if is_own and key.value in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"key {key.value} occurs twice", key.start_mark)
+            seen |= {key.value} if is_own else set()
+        super().flatten_mapping(node)
+        last = {key.value if isinstance(key, yaml.ScalarNode) else id(key): (key, value) for key, value in node.value}
+        node.value = list(last.values())
 
 
 _RecipeLoader.yaml_implicit_resolvers = {
@@ -86,6 +101,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         mark, why = getattr(error, "problem_mark", None), getattr(error, "problem", type(error).__name__)
         why = f"{why} in line {mark.line + 1}" if mark else why
         raise ConfigError("--config", f"{path}, which is not YAML ({why})", "YAML", "fix that line") from None
-    require(isinstance(content, dict), "--config", f"{path}, a {type(content).__name__}", "a mapping of sections")
+    what = f"{path}, a {type(content).__name__}" if content is not None else f"{path}, which is empty"
+    require(isinstance(content, dict), "--config", what, "a mapping of sections")
     remember(content)
     return typing.cast(dict[str, Any], content)

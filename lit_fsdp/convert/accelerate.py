@@ -47,7 +47,8 @@ _STARTS = Drop("torchrun, srun or Lightning starts the processes")
 _ACCELERATE: Table = {
     **rows("distributed_type num_processes num_machines gpu_ids use_cpu mixed_precision", None),
     "compute_environment": Drop("recipes cannot start jobs of that service", "local_machine"),
-    **rows("machine_rank main_* rdzv_backend same_network mpirun_config enable_cpu_affinity debug", _STARTS),
+    **rows("machine_rank main_* rdzv_backend same_network mpirun_config enable_cpu_affinity", _STARTS),
+    "debug": Drop("it only checks shapes"),
     **rows("tpu_* command_file commands downcast_bf16 megatron_lm_config", Drop("distributed_type does not use it")),
     "fp16": Drop("mixed_precision decides", OFF),
     "fp8_config": Drop("torchao's fp8 has its own options"),

@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from lit_fsdp.config.yaml_files import load_yaml
 from lit_fsdp.errors import ConfigError, require
 
 STRATEGY = "trainer.strategy.init_args"
@@ -73,7 +74,7 @@ def read_mapping(key: str, given: str, folder: Path = Path()) -> dict[str, Any]:
         else:
             text = (path if path.exists() else folder / path).read_text(encoding="utf-8-sig")
         # JSON may contain tabs, which YAML rejects
-        found = json.loads(text) if text.startswith("{") else yaml.safe_load(text)
+        found = json.loads(text) if text.startswith("{") else load_yaml(text)
     except (OSError, ValueError, yaml.YAMLError) as error:
         why = " ".join(str(error).split())
         raise ConfigError(key, f"{given} ({why})", "a readable YAML or JSON file", "check the path") from None

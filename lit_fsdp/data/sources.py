@@ -51,6 +51,8 @@ class Source:
     @property
     def unread(self) -> list[str]:
         """Columns of the first rows that the row format does not read."""
+        if self.files and all(path.startswith(GENERATED) for path in self.files):
+            return []
         head = (row for _, row in islice(self.rows(), _HEAD_ROWS) if isinstance(row, dict))
         return unread_columns({str(name) for row in head for name in row}, self.row_format)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import torch
@@ -65,7 +66,7 @@ def _loaded(folder: str, base: str | None) -> tuple[Any, PreTrainedTokenizerBase
     fix = "name a folder written by export; --base is for adapters"
     is_run = any((one / "checkpoints").is_dir() for one in (place, place.parent))
     if is_run or (place / "manifest.json").is_file():
-        fix = f"run lit-fsdp export --ckpt {folder} --out NEW, then lit-fsdp generate --model NEW"
+        fix = f"run lit-fsdp export --ckpt {quote(folder)} --out NEW, then lit-fsdp generate --model NEW"
     require(is_known, "--model", folder, allowed, fix)
     tokenizer = read_tokenizer(folder, trust_remote_code=False)
     dtype = torch.bfloat16 if torch.cuda.is_available() or cpu_has_bf16() else torch.float32

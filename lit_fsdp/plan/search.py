@@ -90,8 +90,8 @@ def largest_rows(run: RunConfig, gib: float) -> int:
 def choices(run: RunConfig, modes: tuple[ActivationMode, ...]) -> Iterator[Choice]:
     """Yield all ways to run the recipe on its ranks, those with the least communication and recomputation first.
 
-    With offload, those with the most recomputation come first, because each micro-batch copies all weights. If the
-    recipe has no adapters, choices with adapters come last: on an unquantized base, then on a 4-bit base.
+    With offload, those with the most recomputation come first, because each micro-batch copies all weights. Choices
+    with adapters that the recipe does not have come last: on an unquantized base, then on a 4-bit base.
     """
     world = run.world_size or 1
     kinds: list[dict[str, Any]] = [{"engine": "single"}] if world == 1 else [{"engine": "ddp"}]
@@ -104,7 +104,10 @@ def choices(run: RunConfig, modes: tuple[ActivationMode, ...]) -> Iterator[Choic
     if (degree := expert_degree(run)) > 1:
         kinds.append({"engine": "fsdp2", "expert_parallel": degree})
     offload = {"engine": "fsdp2", "cpu_offload": True}
-    for lora in (None,) if run.model.lora else (None, _LORA, _QLORA):
+    adapters: tuple[LoraConfig | None, ...] = (None, _LORA, _QLORA)
+    if own := run.model.lora:
+        adapters = (None,) if own.quantize else (None, dataclasses.replace(own, quantize="nf4"))
+    for lora in adapters:
         for kind in kinds if lora else [*kinds, offload]:
             for mode in modes[::-1] if kind is offload else modes:
                 plain = {**_WHOLE, "cpu_offload": False, "context_parallel": 1, "expert_parallel": 1}
@@ -141,6 +144,7 @@ def recommend(
     package are skipped with a message on standard error.
     """
     tried: list[_Tried] = []
+    skipped: set[str] = set()
     for choice in choices(run, ("none", "selective", "full") if every else ("none", "full")):
         print(f"evaluating {choice.words}", file=sys.stderr)
         rows, taken = 0, None
@@ -151,7 +155,9 @@ def recommend(
                 largest = with_rows(choice.run, max(1, rows))
                 peak, taken = rank_memory(largest).peak, step_time(largest, gpu) if rows else None
         except ConfigError as error:
-            print(f"{choice.words}: {error.given}", file=sys.stderr)
+            if error.given not in skipped:
+                print(f"not evaluated: {choice.words}: {error.given}; {error.fix}", file=sys.stderr)
+            skipped.add(error.given)
             continue
         key = {"data.micro_batch_size": rows} if rows not in (0, choice.run.data.micro_batch_size) else {}
         found = {"choice": choice.words, "changes": choice.changes | key, "fits": rows > 0, "micro_batch_size": rows}
@@ -182,7 +188,8 @@ def savings(run: RunConfig) -> Iterator[dict[str, Any]]:
             saved = before - rank_memory(choice.run).peak if choice else 0
         except ConfigError as error:
             if choice and error.fix.startswith("pip install"):
-                yield {"num_bytes": None, "flags": " ".join(flags_of(choice.changes)), "remark": error.fix}
+                text = f"{remark}; first {error.fix}"
+                yield {"num_bytes": None, "flags": " ".join(flags_of(choice.changes)), "remark": text}
             continue
         if choice and saved > 0:
             yield {"num_bytes": saved, "flags": " ".join(flags_of(choice.changes)), "remark": remark}

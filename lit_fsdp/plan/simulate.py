@@ -204,6 +204,9 @@ def _simulate(hf_config: Any, run: RunConfig, strategy: StrategyConfig) -> _Watc
     row = strategy.precision_config.row
     holder: Any = CausalLMModule(model)
     cast_parameters(holder, strategy)
+    wrap = strategy.wrap_config
+    if not wrap.manual:  # few blocks leave a larger share in the root than the model, which was checked
+        strategy = dataclasses.replace(strategy, wrap=dataclasses.replace(wrap, max_root_share=1.0))
     units = plan_for(holder, dataclasses.replace(strategy, compile=False), "strategy")
     blocks = list(units.blocks)
     prepare_blocks(blocks, strategy.activation_config)

@@ -93,12 +93,11 @@ def data_table(record: Mapping[str, Any]) -> Table:
         cells = [visible(_cell(split[label])) for split in splits]
         if any(cells):
             table.add_row(label.replace("_", " "), *(Text(cell or "-") for cell in cells))
-    if record["template"] != "no" and "preference" not in formats and any(split.get("plain_text") for split in splits):
+    if record["template"] != "no" and any(split.get("plain_text") for split in splits):
         table.caption_justify = "left"
-        table.caption = (
-            "prompts and completions in plain text get no chat template; to get it, write them as messages, or map "
-            "their columns to instruction and output (data.columns)"
-        )
+        table.caption = "prompts and completions in plain text get no chat template; to get it, write them as messages"
+        if "preference" not in formats:
+            table.caption += ", or map their columns to instruction and output (data.columns)"
     return table
 
 

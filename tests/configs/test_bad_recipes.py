@@ -80,7 +80,7 @@ CASES = (
     ("--data.val={easy: []}", "data.val.easy", "drop the set"),
     ("--data.train=[{source: a.jsonl, name: easy}]", "data.train", ""),
     ("--data.val=[{source: a.jsonl, name: easy}, b.jsonl]", "data.val", ""),
-    ("--data.global_batch_size=1", "data.global_batch_size", "set global_batch_size: 8, or another micro_batch_size"),
+    ("--data.global_batch_size=1", "data.global_batch_size", "set global_batch_size: 8"),
     ("--data.streaming=true --trainer.max_steps=-1", "trainer.max_steps", "set trainer.max_steps: 1000"),
     ("--data.streaming=true --data.val=val.jsonl", "trainer.val_check_interval", "set trainer.val_check_interval: 500"),
     ("--model.loss.backend=liger --trainer.accelerator=cpu", "model.loss.backend", ""),
@@ -116,7 +116,7 @@ CASES = (
     (
         "--trainer.precision=32-true --:.precision=mixed",
         "trainer.precision",
-        "set only one: write --:.precision 32-true",
+        "set only one: write --:.precision fp32",
     ),
     ("--trainer.accumulate_grad_batches=3", "trainer.accumulate_grad_batches", ""),
 )

@@ -41,6 +41,9 @@ def test_a_fit_names_steps_losses_memory_checkpoints_and_the_next_command(tmp_pa
     saved.exported = tmp_path / "export/step-00000060"
     text = summary_of(_trainer(tmp_path, checkpoint_callback=saved), "fit", 1, 0)
     assert text.endswith(f"next: lit-fsdp generate --model {tmp_path}/export/step-00000060")
+    saved.exported = Path("my runs/export")
+    text = summary_of(_trainer(tmp_path, checkpoint_callback=saved), "fit", 1, 0)
+    assert text.endswith("next: lit-fsdp generate --model 'my runs/export'")
     own = _trainer(tmp_path, checkpoint_callback=saved, lightning_module=SimpleNamespace())
     assert "next:" not in summary_of(own, "fit", 1, 0)  # of somebody's module nobody knows how it is exported
 

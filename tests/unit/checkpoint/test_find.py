@@ -12,7 +12,7 @@ from lit_fsdp.checkpoint import run_folder
 from lit_fsdp.checkpoint.manifest import record_metrics
 from lit_fsdp.checkpoint.run_folder import Found, checkpoints, choose, remove, step_folder
 from lit_fsdp.config.run import CheckpointConfig
-from lit_fsdp.errors import CheckpointError
+from lit_fsdp.errors import CheckpointError, ConfigError
 from tests.unit.checkpoint.conftest import make
 
 
@@ -40,6 +40,9 @@ def test_last_best_and_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         pick(tmp_path, "best", monitor="bleu")
     with pytest.raises(CheckpointError, match=r"manifest\.json: missing, so this is not a checkpoint; use a folder"):
         pick(tmp_path, tmp_path)
+    for word, fix in (("lst", "last"), ("bets", "best"), ("latest", "last")):
+        with pytest.raises(ConfigError, match=f"write --ckpt_path {fix}"):
+            pick(tmp_path, word)
     with pytest.raises(CheckpointError, match=r"ckpt_path last: no complete checkpoint in .*gone/checkpoints"):
         pick(tmp_path / "gone", "last")
 

@@ -23,6 +23,7 @@ from lit_fsdp.config.parser import load_recipe
 from lit_fsdp.config.run import FACTORY
 from lit_fsdp.config.sections import build
 from lit_fsdp.config.strategy import StrategyConfig
+from lit_fsdp.config.yaml_files import load_yaml
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.host import say_once
 from tests.runs import check_recipe
@@ -181,8 +182,21 @@ def test_of_validation_rows_and_a_split_the_one_given_later_holds(load: Any) -> 
 def test_files_and_rows_that_are_none(load: Any, tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text("- a\n")
     (tmp_path / "broken.yaml").write_text("a: [\n")
-    for name, needle in (("recip.yaml", "recipe.yaml"), ("recipe.yaml", "list"), ("broken.yaml", "not YAML")):
+    (tmp_path / "empty.yaml").write_text("# nothing\n")
+    (tmp_path / "twice.yaml").write_text("trainer: {max_steps: 5}\nmodel: {}\ntrainer: {devices: 1}\n")
+    for name, needle in (
+        ("recip.yaml", "recipe.yaml"),
+        ("recipe.yaml", "list"),
+        ("broken.yaml", "not YAML"),
+        ("empty.yaml", "which is empty"),
+        ("twice.yaml", "(key trainer occurs twice in line 3)"),
+    ):
         assert needle in str(refused(load_recipe, ["--config", str(tmp_path / name)], "fit"))
+    # what is merged may be overridden, also if it is merged again, and if it has one letter
+    merged = "a: &a {r: 1, alpha: 2}\nb: &b {<<: *a, r: 3, alpha: 4}\nc: {<<: *b}\nd: {<<: [*b, *a], alpha: 5}\n"
+    found = load_yaml(merged)
+    assert found["b"] == found["c"] == {"r": 3, "alpha": 4}
+    assert found["d"] == {"r": 3, "alpha": 5}
     for verb, split in (("fit", "train"), ("validate", "val"), ("test", "test")):
         assert refused(load, "--data.train=null", verb=verb).field == f"data.{split}"
 

@@ -88,6 +88,8 @@ def test_a_fix_is_a_flag_to_paste_with_the_users_value(capsys: pytest.CaptureFix
         # values with another meaning, and what is not wanted
         ("--min_lr 1e-6", "write model.optim.min_lr_ratio\n"),
         ("--bf16 false", "remove it\n"),
+        ("--packing", "write --data.packing true\n"),
+        ("--trainer.precision bf16", "set only one: write --trainer.strategy.init_args.precision mixed\n"),
         ("--mixed_precision fp16", "write --trainer.strategy.init_args.precision 16-mixed\n"),
         ("--lora_target_modules q_proj v_proj", "write --model.lora.target_modules '[q_proj,v_proj]'\n"),
         ("--model.optim.decay_ratio 0.5", "write --model.optim.schedule wsd\n"),

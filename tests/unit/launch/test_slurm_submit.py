@@ -72,9 +72,10 @@ def test_of_two_flags_that_differ_neither_is_passed_over(slurm: FakeSlurm, capsy
             assert slurm_command(verb, *words, short) == 2
             assert f"error: {name}: got {size} with {other} {value}\n" in capsys.readouterr().err
     assert slurm.words("sbatch") is None
-    Path("r.yaml").write_text(Path("r.yaml").read_text() + "\nslurm: {time: '2:00:00'}\n")
-    assert slurm_command("render", "--time=1:00:00", "--slurm.time=1:00:00") == 0
-    assert "#SBATCH --time=1:00:00\n" in capsys.readouterr().out
+    for verb in (["render"], ["submit", "--dry-run"]):
+        assert slurm_command(*verb, "--time=1:00:00", "--slurm.time=1:00:00") == 0
+        assert "#SBATCH --time=1:00:00\n" in capsys.readouterr().out
+    assert slurm.words("sbatch") is None
 
 
 def test_what_sbatch_says(slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]):

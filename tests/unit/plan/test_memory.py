@@ -144,7 +144,13 @@ def test_adapters_are_choices_where_there_are_none():
     assert words.index("ddp") < words.index("ddp, LoRA") < words.index("ddp, QLoRA (nf4)")
     assert not any("LoRA" in text for text in (c.words for c in choices(loaded(), ("none",))) if "offload" in text)
     adapted = loaded(recipe="llama3.1-8b_lora_fsdp2_8x80gb.yaml")
-    assert all(choice.run.model.lora == adapted.model.lora for choice in choices(adapted, ("none",)))
+    found = [choice.run.model.lora for choice in choices(adapted, ("none",))]
+    assert adapted.model.lora is not None
+    others = [lora for lora in found if lora != adapted.model.lora]
+    assert others == [dataclasses.replace(adapted.model.lora, quantize="nf4")] * len(others)
+    assert found[-1] != found[0] == adapted.model.lora  # the 4-bit base comes last
+    quantized = loaded(recipe="llama3.1-8b_qlora_fsdp2_1x24gb.yaml")
+    assert all(choice.run.model.lora == quantized.model.lora for choice in choices(quantized, ("none",)))
 
 
 def test_ranks_that_divide_experts_gather_a_part_of_them_and_send_tokens():
@@ -229,7 +235,11 @@ def test_the_recipe_or_nothing_fits(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert not (tmp_path / "none.yaml").exists()
     assert re.search(r"does not fit: fsdp2.*cpu_offload: \d+ GiB of host memory per node\n", capsys.readouterr().out)
     assert run_plan([*small, "--memory", "1", "--savings"]) == 0
-    assert "; it does not fit into 1 GiB" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "; it does not fit into 1 GiB" in out
+    assert re.search(r"less +then fits +what changes", out)
+    with pytest.raises(ConfigError, match=r"fix:     write --memory GIB$"):
+        run_plan([*small, "--gpu", "rtx3060"])  # the nearest name is a GPU of twice the size
     with pytest.raises(ConfigError, match="fix:     write --memory 24"):
         run_plan([*small, "--gpu", "24GB"])
     assert run_plan(["--config", str(RECIPE.with_name(OFFLOAD)), "--host-memory", "96"]) == 1  # the GPU is not known
