@@ -198,10 +198,8 @@ def convert_hf_trainer(
     if is_dpo:
         conversion.put("model.class_path", "lit_fsdp.PreferenceModule")
         if not values.get("loss_type"):
-            missing, note = (
-                Given("loss_type (sigmoid by default)", ""),
-                "if the file is for DPO, write it into the file",
-            )
+            missing = Given("loss_type (sigmoid by default)", "")
+            note = "if the file is for DPO, write it into the file"
             conversion.keep(missing, "model.preference.loss", "dpo", note, differs=True)
     put_ranks(conversion, ranks, num_nodes)
     cpu = source.take("use_cpu", False)

@@ -251,7 +251,7 @@ def _message(turn: Any, location: str) -> Message:
         return {"role": turn["role"], "content": turn["content"]}  # the common case, five times faster
     made = {key: value for key, value in turn.items() if value is not None} if isinstance(turn, Mapping) else {}
     (role_key, given), (content_key, content) = _first(made, _ROLE_KEYS), _first(made, _CONTENT_KEYS)
-    calls = [made[key] for key in ("tool_calls", CALL) if made.get(key) not in (None, "", [], "[]")]
+    calls = [made[key] for key in ("tool_calls", CALL) if made.get(key) and made[key] != "[]"]
     if given is None or (content is None and not calls):
         problem = f"a message must have role and content, or from and value, not {_shown(turn)}"
         raise DataError(f"{location}: {problem}\n  fix:     {_SAY_WHICH}")

@@ -211,7 +211,8 @@ class AssistantTurns:
         borders = np.flatnonzero(np.diff(inside, prepend=False)).tolist()
         last = len(conversation.messages) - 1  # templates omit earlier reasoning on purpose
         thoughts = _reasoning(conversation.messages[last]) if last in wanted else ""
-        is_lost = bool(thoughts.strip()) and _is_missing(thoughts, text[max(0, turns[last].start) :])
+        written = text[max(0, turns[last].start) :] if thoughts.strip() else thoughts
+        is_lost = thoughts.strip() not in written and _is_missing(thoughts, written)
         lost = [(f"the reasoning of message {last} (assistant)", REASONING)] * is_lost
         return text, list(zip(borders[::2], borders[1::2], strict=True)), lost
 
@@ -374,8 +375,8 @@ def _with_ends(conversation: Conversation, numbers: Collection[int]) -> Conversa
 
 def _is_missing(content: str, text: str) -> bool:
     """Whether most words are missing from the text, which may render them in another form."""
-    words = set(_WORD.findall(content.casefold()))
-    return 2 * sum(word not in text.casefold() and json.dumps(word)[1:-1] not in text for word in words) > len(words)
+    words, folded = set(_WORD.findall(content.casefold())), text.casefold()
+    return 2 * sum(word not in folded and json.dumps(word)[1:-1] not in text for word in words) > len(words)
 
 
 def _reasoning(message: Message) -> str:

@@ -17,12 +17,16 @@ from tests.unit.data.conftest import write_rows
 STEPS, CUT = 10, 4
 
 
+def _talks(count: int, seed: int = 0) -> list[dict[str, Any]]:
+    return [{"messages": row["messages"]} for row in generated_rows(count, seed)]
+
+
 @pytest.mark.parametrize("data", [{"packing": True, "global_batch_size": 4}, {"num_workers": 2}], ids=["packs", "rows"])
 def test_resumed_inside_a_window(tiny_model: Path, tmp_path: Path, data: dict[str, Any]) -> None:
     """Two files with weights; eight rows to a global batch, so that windows of 21 rows end inside one."""
     sources = []
     for name, count, weight in (("a", 31, 2.0), ("b", 22, 1.0)):
-        path = write_rows(tmp_path / f"{name}.jsonl", generated_rows(count, 1))
+        path = write_rows(tmp_path / f"{name}.jsonl", _talks(count, 1))
         sources.append({"source": path, "weight": weight})
     data = {"train": sources, "streaming": True, "shuffle_window": 21, "max_seq_length": 64, **data}
     job = {"folder": tiny_model, "steps": STEPS, "micro": 2, "strategy": {"engine": "fsdp2"}, "kind": "ours"}
@@ -41,7 +45,7 @@ def test_resumed_inside_a_window(tiny_model: Path, tmp_path: Path, data: dict[st
 
 def test_every_rank_raises_what_the_first_one_met(tiny_model: Path, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
-    path.write_text("\n".join([*(json.dumps(row) for row in generated_rows(20)), "no JSON"]))
+    path.write_text("\n".join([*(json.dumps(row) for row in _talks(20)), "no JSON"]))
     job = {"folder": tiny_model, "strategy": {"engine": "fsdp2"}, "kind": "ours", "data": {"train": str(path)}}
     with pytest.raises(RankError) as told:
         on_ranks("elastic_run", 2, run=tmp_path / "run", steps=2, micro=2, **job)

@@ -31,7 +31,8 @@ def prepare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Prepare:
     """Tokenizes 2,000 rows in small chunks with two workers, into the folder that is given."""
     monkeypatch.setattr(tokenized, "_ROWS", 40)
     source = tmp_path / "rows.jsonl"
-    source.write_text("".join(json.dumps(row) + "\n" for row in generated_rows(2000, 1)))
+    rows = [{"messages": row["messages"]} for row in generated_rows(2000, 1)]
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
     os.utime(source, (1e9, 1e9))  # so that its digest is remembered
     tokenizer = miniature_tokenizer()
 

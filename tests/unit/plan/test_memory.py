@@ -183,6 +183,13 @@ def test_ranks_that_divide_experts_gather_a_part_of_them_and_send_tokens():
     )
 
 
+def test_units_that_leave_the_embedding_in_the_root_are_predicted():
+    """Its share of the two and three blocks that are simulated is larger than of the model, which is checked."""
+    words = ["--trainer.strategy.init_args.wrap={classes: [LlamaDecoderLayer], embedding_and_head: false}"]
+    found, usual = (rank_memory(loaded(*more, recipe="smollm2-135m_full_fsdp2_2xcpu.yaml")) for more in (words, ()))
+    assert found.peak == pytest.approx(usual.peak, rel=0.05)
+
+
 def test_the_table_of_zero():
     params = 8_030_261_248
     assert zero_table(loaded()) == {
