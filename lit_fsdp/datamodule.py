@@ -91,7 +91,8 @@ class CausalLMDataModule(LightningDataModule):
         kinds = "rows with one completion, for CausalLMModule", "pairs, for lit_fsdp.PreferenceModule"
         for split, has in found.items():
             fits = self._is_preference in (None, has.pairs)
-            require(fits, f"data.{split}", kinds[has.pairs], kinds[not has.pairs])
+            fix = "set model.class_path: lit_fsdp.PreferenceModule, or data.format: messages to train on that column"
+            require(fits, f"data.{split}", kinds[has.pairs], kinds[not has.pairs], fix if has.pairs else "")
         return self._samples
 
     def describe(self) -> dict[str, Any]:

@@ -87,7 +87,8 @@ def holds_pairs(formats: Sequence[str], name: str, config: DataConfig) -> bool:
     given = f"sources of formats {', '.join(formats)}"
     require(not pairs or set(formats) == {"preference"}, name, given, "preference for all of them, or for none")
     allowed = "false for chosen and rejected rows: the pairs of a micro-batch already form one row"
-    require(not (pairs and config.packing), "data.packing", "true", allowed)
+    fix = "set data.packing: false; to train on a column messages instead, set data.format: messages"
+    require(not (pairs and config.packing), "data.packing", "true", allowed, fix)
     return pairs
 
 
