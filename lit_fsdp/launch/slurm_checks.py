@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import glob
 import re
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 from lit_fsdp.checkpoint.run_folder import find_resume
+from lit_fsdp.config.data import check_sources
 from lit_fsdp.config.run import RunConfig
 from lit_fsdp.config.slurm import time_seconds
+from lit_fsdp.config.words import ROWS_FILES
 from lit_fsdp.errors import CheckpointError, ConfigError
 from lit_fsdp.host import GIB
 from lit_fsdp.launch.slurm_job import Job, render
@@ -45,12 +49,16 @@ def _script(job: Job) -> Iterator[ConfigError | str]:
 
 
 def _start(job: Job, run: RunConfig) -> Iterator[CheckpointError | ConfigError | str]:
-    """Check that a used run folder is resumed, and that the checkpoint exists."""
+    """Check that a used run folder is resumed, and that the checkpoint and the files of rows exist."""
     if "trainer.strategy" not in run.foreign:
         try:
             find_resume("fit", job.ckpt_path, job.run_folder, run.checkpoint, run.resume.fallback)
         except (CheckpointError, ConfigError) as error:
             yield error
+    for split in ("train", "val") if "data" not in run.foreign else ():
+        for path in (entry.source for entry in check_sources(split, getattr(run.data, split))):
+            if path.endswith(ROWS_FILES) and not glob.glob(str(Path(path).expanduser())):
+                yield f"data.{split}: {path} does not exist here; if it is missing where the job runs, the job fails"
     if job.gpus_per_node and job.config.cpus_per_task is None:
         yield "slurm.cpus_per_task is not set: SLURM gives each rank one core; set it to the node's cores / GPUs"
 

@@ -36,6 +36,18 @@ def test_the_time_of_a_save_the_cores_of_a_rank_and_lines_of_ones_own(tmp_path: 
         assert (len(warnings), warning in "".join(warnings)) == (bool(warning), True), slurm
 
 
+def test_files_of_rows_that_are_not_there(tmp_path: Path):
+    """They may be where the job runs."""
+    (tmp_path / "there.jsonl").write_text("")
+    names = [f"{tmp_path}/*.jsonl", f"{tmp_path}/none.csv", "org/name"]
+    job, run = planned(data={"train": names, "val": "none.jsonl", "global_batch_size": 64})
+    _, warnings = check_job(job, run, 2**20, None)
+    assert [line.partition(" does")[0] for line in warnings if line.startswith("data.")] == [
+        f"data.train: {tmp_path}/none.csv",
+        "data.val: none.jsonl",
+    ]
+
+
 def test_job_and_trainer_agree():
     for slurm, trainer, field in (
         ({"nodes": 4}, {}, "slurm.nodes"),
