@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from lit_fsdp.commands.slurm import checkpoint_bytes
+from lit_fsdp.config.parser import load_recipe
 from lit_fsdp.config.slurm import SlurmConfig, time_seconds
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.host import GIB
@@ -46,6 +48,17 @@ def test_files_of_rows_that_are_not_there(tmp_path: Path):
         f"data.train: {tmp_path}/none.csv",
         "data.val: none.jsonl",
     ]
+
+
+def test_a_checkpoint_of_adapters_is_without_the_base():
+    recipe = ["--config", "llama3.2-3b_lora_fsdp2_1x24gb"]
+    small, whole = (
+        checkpoint_bytes(load_recipe([*recipe, *more], "audit").run) for more in ([], ["--model.lora=null"])
+    )
+    assert small is not None
+    assert whole is not None
+    assert small < 0.05 * whole
+    assert whole > 3e9 * 12  # weights and two moments in fp32
 
 
 def test_job_and_trainer_agree():
