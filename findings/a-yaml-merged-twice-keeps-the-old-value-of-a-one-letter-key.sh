@@ -30,10 +30,12 @@ experiment:
 """
 print(f"PyYAML {yaml.__version__}: {yaml.safe_load(TEXT)['experiment']}")
 PYTHON
-for version in 6.0.3 6.0.4; do
-  python3 -m venv "$folder/$version"
-  "$folder/$version/bin/pip" install -q "pyyaml==$version"
-  "$folder/$version/bin/python" "$folder/read.py" | tee -a "$folder/seen.txt"
+python3 -m venv "$folder/before"
+"$folder/before/bin/pip" install -q pyyaml==6.0.3
+python3 -m venv "$folder/now"
+"$folder/now/bin/pip" install -q pyyaml==6.0.4
+for one in before now; do
+  "$folder/$one/bin/python" "$folder/read.py" | tee -a "$folder/seen.txt"
 done
 cat > "$folder/expected.txt" <<'TEXT'
 PyYAML 6.0.3: {'r': 64, 'lora_alpha': 128}

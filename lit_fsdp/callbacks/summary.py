@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 from datetime import timedelta
 from pathlib import Path
-from shlex import quote
 
 from lightning.pytorch import Trainer
 
@@ -38,8 +38,8 @@ def summary_of(trainer: Trainer, verb: str, seconds: float, first_step: int) -> 
     if verb != "fit":
         lines = [f"{verb} {took}{numbers}{memory}; written to {folder / f'{verb}-metrics.csv'}"]
         if trainer.ckpt_path and isinstance(saved, Checkpoint) and can_export:
-            paths = quote(str(trainer.ckpt_path)), quote(f"{folder}/export/{verb}")
-            lines.append(f"next: lit-fsdp export --ckpt {paths[0]} --out {paths[1]}")
+            command = ["export", "--ckpt", str(trainer.ckpt_path), "--out", f"{folder}/export/{verb}"]
+            lines.append(f"next: lit-fsdp {shlex.join(command)}")
         return "\n".join(lines)
     step, epochs = trainer.global_step, trainer.max_epochs or -1
     if step == first_step:
@@ -59,9 +59,8 @@ def summary_of(trainer: Trainer, verb: str, seconds: float, first_step: int) -> 
             lines.append(f"{name} checkpoint: {path_of}")
     if isinstance(saved, Checkpoint) and can_export and saved.last_model_path:
         word = "best" if saved.best_model_path else "last"
-        paths = quote(f"{folder}/{word}"), quote(f"{folder}/export/{word}")
-        command = f"lit-fsdp export --ckpt {paths[0]} --out {paths[1]}"
+        command = ["export", "--ckpt", f"{folder}/{word}", "--out", f"{folder}/export/{word}"]
         if saved.exported is not None:
-            command = f"lit-fsdp generate --model {quote(str(saved.exported))}"
-        lines.append(f"next: {command}")
+            command = ["generate", "--model", str(saved.exported)]
+        lines.append(f"next: lit-fsdp {shlex.join(command)}")
     return "\n".join(lines)

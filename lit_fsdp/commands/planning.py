@@ -114,20 +114,18 @@ def run_plan(argv: Sequence[str]) -> int:
     require(is_sized, "--search, --write", "no GPU memory size", "--gpu NAME or --memory GIB", "add --gpu h100-80gb")
     found = memory.rank_memory(run)
     if options.savings:
-        lighter = []
+        lighter = [["less", *(["then fits"] if gib else []), "what changes", "to paste"]]
         for one in search.savings(run):
-            saved, fits = one["num_bytes"], "?"
-            if gib and saved is not None:
-                fits = "yes" if found.room(gib) + saved >= 0 else "no"
-            lighter.append(("?" if saved is None else size_words(saved), fits, one["remark"], one["flags"]))
-        lighter = lighter or [("-", "-", "no other option of the planner", "-")]
-        titles = ("less", "then fits", "what changes", "to paste")
-        shown = [0, 1, 2, 3] if gib else [0, 2, 3]
+            saved = one["num_bytes"]
+            then = [] if gib is None else ["?" if saved is None else "no" if found.room(gib) + saved < 0 else "yes"]
+            lighter.append(["?" if saved is None else size_words(saved), *then, one["remark"], one["flags"]])
+        if len(lighter) == 1:
+            lighter.append(["-", *(["-"] if gib else []), "no other option of the planner", "-"])
         peak = size_words(found.peak + memory.OVERHEAD_BYTES)
         fits = f"; it {_verdict(found, gib)}" if gib else ""
         print(f"predicted peak per rank ({found.step.moment}): {peak}{fits}.")
         print("Each of these options alone needs less memory, in the order to try:")
-        print(columns([tuple(row[i] for i in shown) for row in (titles, *lighter)], right=("less",)))
+        print(columns(lighter, right=("less",)))
         return 0
     taken, host, host_gib = memory.step_time(run, gpu), memory.host_memory(run), options.host_memory
     too_much = host["total"] / 2**30 - host_gib * memory.HOST_USABLE

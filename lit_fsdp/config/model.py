@@ -59,10 +59,8 @@ class OptimConfig:
             require(0 <= value <= 1 if is_share else 0 <= value < float("inf"), field, value, allowed)
         given, is_used = f"{self.decay_ratio} with schedule: {self.schedule}", self.schedule == "wsd"
         require(is_used or self.decay_ratio == 0.1, "decay_ratio", given, "schedule: wsd", "set schedule: wsd")
-        given = f"{self.warmup_ratio} with warmup_steps: {self.warmup_steps}"
-        require(
-            not (self.warmup_ratio and self.warmup_steps), "warmup_ratio", given, "one of them", "set the other to 0"
-        )
+        given, fits = f"{self.warmup_ratio} with warmup_steps: {self.warmup_steps}", not self.warmup_steps
+        require(fits or not self.warmup_ratio, "warmup_ratio", given, "one of them", "set the other to 0")
 
     def warmup(self, total_steps: int) -> int:
         """Number of warm-up steps of a run of ``total_steps``."""

@@ -22,17 +22,17 @@ class _RecipeLoader(yaml.SafeLoader):
     """YAML in which 12:00:00 and 2024-01-01 are text, 1e-4 is a number, and a key occurs once per mapping."""
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
-        """Refuse a key that occurs twice, and keep a merged key (<<) once: PyYAML would keep the last and the first.
-
-        PyYAML 6.0.4 merges a mapping that overrides a merged key of one letter, such as ``r``, with the old value.
-        """
+        """Refuse duplicate keys, of which PyYAML keeps the last; keys that are merged (<<) can be overridden."""
         start, end, seen = node.start_mark.index, node.end_mark.index, set[str]()
         for key, _ in node.value:
             is_own = isinstance(key, yaml.ScalarNode) and start <= key.start_mark.index < end
             if is_own and key.value in seen:
                 raise yaml.constructor.ConstructorError(None, None, f"key {key.value} occurs twice", key.start_mark)
-            seen |= {key.value} if is_own else set()
+            if is_own:
+                seen.add(key.value)
         super().flatten_mapping(node)
+        # PyYAML 6.0.4 (pyyaml#937) merges an overridden key of one letter, such as r, with its old value if both are
+        # left in the node: delete these two lines when the minimum version has this fixed
         last = {key.value if isinstance(key, yaml.ScalarNode) else id(key): (key, value) for key, value in node.value}
         node.value = list(last.values())
 

@@ -57,8 +57,7 @@ _ACCELERATE: Table = {
     **rows("dynamo_config.mode dynamo_config.use_*", Drop("each block is compiled with torch's defaults")),
     **under("parallelism_config", {
         "dp_replicate_size": Keep("replicate_degree"),
-        "dp_shard_size": None,
-        "cp_size": Keep("context_parallel"),
+        **rows("dp_shard_size cp_size", None),
         **rows("tp_size sp_size", Drop("splitting tensors, or sequences by DeepSpeed, is not converted", "1")),
         **rows("cp_* sp_* enable_async_tp", Drop("it affects speed, not results")),
     }),
@@ -71,9 +70,7 @@ def convert_accelerate(conversion: Conversion, values: dict[str, Any]) -> None:
     version, table = fsdp_table(values, "1", {})
     source = Source(conversion, {**_ACCELERATE, **table}, values)
     distributed, word = source.take("distributed_type", "NO"), source.take("mixed_precision", "no")
-    is_inside = "deepspeed_config_file" not in (values.get("deepspeed_config") or {})
-    fix = "write deepspeed_config as a JSON file of DeepSpeed, and then " if is_inside else ""
-    fix += "lit-fsdp convert deepspeed FILE"
+    fix = "run lit-fsdp convert deepspeed FILE, with the file that deepspeed_config names or its keys as JSON"
     require(distributed.value != "DEEPSPEED", distributed.key, "DEEPSPEED", " | ".join(_KINDS), fix)
     kind = distributed.read(_KINDS)
     ranks, on_cpu = _processes(conversion, source, kind, distributed.value)
@@ -81,9 +78,10 @@ def convert_accelerate(conversion: Conversion, values: dict[str, Any]) -> None:
     if kind == "fsdp":
         convert_fsdp(conversion, source, version, "full" if version == "1" else "sharded", "NO_WRAP", 100_000_000)
         conversion.put("cpu_ram_efficient_loading", True)
-        parts = (values.get("parallelism_config") or {}).get
-        parts = parts("parallelism_config_cp_size") or parts("cp_size") or 1
-        put_shards(conversion, source, "parallelism_config.dp_shard_size", parts)
+        degree = source.take("parallelism_config.cp_size", 1)
+        if degree.key:
+            conversion.keep(degree, "context_parallel", degree.read(number))
+        put_shards(conversion, source, "parallelism_config.dp_shard_size", degree.read(number))
     else:
         where = f"{distributed.value} does not read it" + " on a CPU" * on_cpu
         source.ignore("fsdp_config. parallelism_config.", where)
@@ -129,7 +127,7 @@ def convert_fsdp(
 
 
 def put_shards(conversion: Conversion, source: Source, name: str, parts: Any) -> None:
-    """Convert the ranks that share weights, which do not count those of context parallel as here."""
+    """Convert the number of ranks that share weights, which here includes the ``parts`` of context parallel."""
     shards = source.take(name)
     if shards.key and shards.read(number) > 0:
         note = "times the degree of context parallel" if int(parts) > 1 else ""

@@ -123,6 +123,7 @@ _DPO: Table = {  # its DPOConfig
 
 
 _MASKS_OF_TRL = ("assistant_only_loss", "completion_only_loss", "dataset_text_field")
+"""Keys by which a file says which tokens its rows supervise."""
 
 
 def put_defaults_of_trl(conversion: Conversion, values: dict[str, Any], is_bf16: bool, is_dpo: bool) -> None:
@@ -141,11 +142,10 @@ def put_defaults_of_trl(conversion: Conversion, values: dict[str, Any], is_bf16:
             found.append(f"{key} {value}")
     if found:
         conversion.say(Given("(keys that are not set)", ""), f"as in TRL: {', '.join(found)}")
-    is_told = any(values.get(key) is not None for key in _MASKS_OF_TRL)
-    if not (is_dpo or is_told):
-        why = "TRL supervises all tokens of conversations, and completions of prompts; here assistant turns and "
-        why += "completions are supervised: set data.train_on_prompt: true for conversations, or write "
-        why += "assistant_only_loss: true or completion_only_loss: true into the file"
+    if not is_dpo and all(values.get(key) is None for key in _MASKS_OF_TRL):
+        why = "TRL trains on all tokens of conversations, but here only on assistant turns: set data.train_on_prompt: "
+        why += "true, or write assistant_only_loss: true (prompts and completions: completion_only_loss: true) into "
+        why += "the file"
         conversion.drop(Given("assistant_only_loss (false by default)", False), why, differs=True)
 
 

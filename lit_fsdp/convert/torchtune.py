@@ -70,7 +70,8 @@ _TORCHTUNE: Table = {
 
 def convert_torchtune(conversion: Conversion, values: dict[str, Any], ranks: int | None) -> None:
     """Convert a torchtune configuration for one or several devices."""
-    source = Source(conversion, _TORCHTUNE, _resolved(values, values))
+    values = _resolved(values, values)
+    source = Source(conversion, _TORCHTUNE, values)
     put_engine(conversion, "" if ranks == 1 else "fsdp2", ranks)
     put_shards(conversion, source, "data_parallel_shard_dim", values.get("context_parallel_dim") or 1)
     _model(conversion, source)
@@ -86,9 +87,8 @@ def convert_torchtune(conversion: Conversion, values: dict[str, Any], ranks: int
         total = int(epochs.read(number) * cut.read(number))
         conversion.keep(cut, "trainer.max_steps", total, "epochs * max_steps_per_epoch, in one order")
     conversion.keep(epochs, "trainer.max_epochs", int(epochs.read(number)))
-    base, start = source.take("ref_checkpointer.checkpoint_dir"), conversion.get("model.name")
-    start = start or (values.get("checkpointer") or {}).get("checkpoint_dir")
-    differs = _resolved(start, values) != base.value
+    base, start = source.take("ref_checkpointer.checkpoint_dir"), values.get("checkpointer") or {}
+    differs = base.value != start.get("checkpoint_dir")
     conversion.drop(base, "the reference is the model that training starts from", differs=differs)
     source.rest()
     conversion.put("model.optim.schedule", "cosine" if values.get("lr_scheduler") else "constant")
@@ -146,8 +146,7 @@ def _data_set(conversion: Conversion, key: str, own: str, entry: dict[str, Any])
     name = str(entry.get("_component_")).rpartition(".")[2]
     form, location = _DATA_SETS.get(name, ("auto", entry.get("source")))
     require(form != "auto" or location, f"{key}._component_", name, " | ".join(_DATA_SETS), "set its source")
-    is_alpaca, is_instruct = name.startswith("alpaca"), name == "instruct_dataset"
-    is_own_text = is_alpaca or name.startswith("stack_")
+    is_alpaca, is_stack, is_instruct = name.startswith("alpaca"), name.startswith("stack_"), name == "instruct_dataset"
     columns = ("instruction", "output", "chosen", "rejected", "prompt")
     table: Table = {
         **rows("_component_ train_on_input", None),
@@ -162,10 +161,12 @@ def _data_set(conversion: Conversion, key: str, own: str, entry: dict[str, Any])
     }
     source = Source(conversion, table, {"source": location, **entry} if location else entry, key)
     why = "only the chat template writes the turns" if form != "text" else ""
-    conversion.keep(source.take("_component_"), f"{own}.format", form, why, differs=is_own_text or form == "auto")
+    conversion.keep(
+        source.take("_component_"), f"{own}.format", form, why, differs=is_alpaca or is_stack or form == "auto"
+    )
     if is_instruct:
         conversion.put(f"{own}.columns.instruction", "input")
-    if name.startswith("stack_"):
+    if is_stack:
         for column, theirs in (("prompt", "question"), ("chosen", "response_j"), ("rejected", "response_k")):
             conversion.put(f"{own}.columns.{column}", theirs)
     prompts = source.take("train_on_input", is_alpaca)

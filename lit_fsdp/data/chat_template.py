@@ -55,7 +55,7 @@ class ChatTemplate:
         Raises:
             DataError: The template rejects the conversation or is broken; the message starts with ``location``.
         """
-        from jinja2 import TemplateSyntaxError
+        from jinja2 import TemplateSyntaxError, UndefinedError
         from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
 
         render: Any = render_jinja_template  # its return annotation is wrong
@@ -70,15 +70,21 @@ class ChatTemplate:
             **conversation.template_kwargs,
         }
         messages = conversation.messages
-        if _TESTS_NONE.search(source):  # DeepSeek R1 writes calls only if the content is null, as in OpenAI's rows
-            messages = [{**m, "content": None} if m.get("tool_calls") and not m["content"] else m for m in messages]
+        # DeepSeek V3 concatenates call arguments with text, so they must be text
+        forms = [messages, [_with_text(message) for message in messages]]
+        if _TESTS_NONE.search(source) and any(m.get("tool_calls") and not m["content"] for m in messages):
+            # DeepSeek R1 writes calls only if the content is null, as in OpenAI's rows; others may not support it
+            forms = [[_with_null(message) for message in form] for form in forms] + forms
         try:
             if has_clock:  # transformers has no option for the date
                 _compile_jinja_template(source).environment.globals["strftime_now"] = _TODAY.strftime
-            try:
-                (text,), marks = render([messages], **options)
-            except TypeError:  # DeepSeek V3 concatenates call arguments with text, so they must be text
-                (text,), marks = render([[_with_text(message) for message in messages]], **options)
+            for form in forms:
+                try:
+                    (text,), marks = render([form], **options)
+                    break
+                except (TypeError, UndefinedError):
+                    if form is forms[-1]:
+                        raise
         except TemplateSyntaxError as error:
             given = f"a template with a syntax error in line {error.lineno}: {error.message}"
             raise ConfigError("data.chat_template", given, "a valid Jinja template", "fix that line") from None
@@ -106,6 +112,11 @@ def _with_text(message: dict[str, Any]) -> dict[str, Any]:
         arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
         calls.append({**call, "function": {**call["function"], "arguments": arguments}})
     return {**message, "tool_calls": calls} if calls else message
+
+
+def _with_null(message: dict[str, Any]) -> dict[str, Any]:
+    """Return the message with null as content, if it has calls and no text."""
+    return {**message, "content": None} if message.get("tool_calls") and not message["content"] else message
 
 
 def find_template(choice: str | None, tokenizer: Any, kwargs: Mapping[str, Any] | None = None) -> ChatTemplate | None:

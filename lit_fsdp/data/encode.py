@@ -163,7 +163,7 @@ class RowEncoder:
         is_preference = row_format == "preference"
         if row.get("label") is False and row_format not in ("preference", "text"):
             fix = "train on pairs (chosen, rejected), or remove such rows (data.on_bad_row: drop)"
-            raise DataError(f"{location}: label: false marks an answer that is not wanted\n  fix:     {fix}")
+            raise DataError(f"{location}: label: false marks an undesired answer\n  fix:     {fix}")
         row_format = "prompt_completion" if is_preference else row_format
         if row_format == "text":
             text = text_of(row, "text", location)

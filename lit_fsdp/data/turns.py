@@ -209,11 +209,11 @@ class AssistantTurns:
         for start, end in found:
             inside[start:end] = True
         borders = np.flatnonzero(np.diff(inside, prepend=False)).tolist()
-        last = len(conversation.messages) - 1  # templates omit earlier reasoning on purpose
-        thoughts = _reasoning(conversation.messages[last]) if last in wanted else ""
-        written = text[max(0, turns[last].start) :] if thoughts.strip() else thoughts
-        is_lost = thoughts.strip() not in written and _is_missing(thoughts, written)
-        lost = [(f"the reasoning of message {last} (assistant)", REASONING)] * is_lost
+        lost, last = list[Unwritten](), len(conversation.messages) - 1
+        if last in wanted:  # templates omit earlier reasoning on purpose
+            thoughts, written = _reasoning(conversation.messages[last]).strip(), text[max(0, turns[last].start) :]
+            if thoughts not in written and _is_missing(thoughts, written):
+                lost = [(f"the reasoning of message {last} (assistant)", REASONING)]
         return text, list(zip(borders[::2], borders[1::2], strict=True)), lost
 
     def _tagged(self, conversation: Conversation, text: str, location: str) -> _Rendered:

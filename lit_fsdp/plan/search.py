@@ -35,7 +35,6 @@ from lit_fsdp.plan.memory import (
 )
 
 _LORA = LoraConfig(target_modules="all-linear")
-_QLORA = dataclasses.replace(_LORA, quantize="nf4")
 _Tried = dict[str, Any]
 _WHOLE = {"sharding": "full_shard", "shard_degree": None, "replicate_degree": None}
 _LONG = 16_384  # tokens per row from which context parallel is considered
@@ -104,16 +103,19 @@ def choices(run: RunConfig, modes: tuple[ActivationMode, ...]) -> Iterator[Choic
     if (degree := expert_degree(run)) > 1:
         kinds.append({"engine": "fsdp2", "expert_parallel": degree})
     offload = {"engine": "fsdp2", "cpu_offload": True}
-    adapters: tuple[LoraConfig | None, ...] = (None, _LORA, _QLORA)
-    if own := run.model.lora:
-        adapters = (None,) if own.quantize else (None, dataclasses.replace(own, quantize="nf4"))
-    for lora in adapters:
+    smaller = _on_4_bits(run.model.lora or _LORA)
+    for lora in [None, *([] if run.model.lora else [_LORA]), *([smaller] if smaller else [])]:
         for kind in kinds if lora else [*kinds, offload]:
             for mode in modes[::-1] if kind is offload else modes:
                 plain = {**_WHOLE, "cpu_offload": False, "context_parallel": 1, "expert_parallel": 1}
                 values = {**plain, **kind, "activation_checkpointing": mode}
                 if choice := changed(run, values, lora):
                     yield choice
+
+
+def _on_4_bits(lora: LoraConfig) -> LoraConfig | None:
+    """Return the adapters on a 4-bit base; None if they already have it, or are DoRA, which cannot."""
+    return None if lora.quantize or lora.use_dora else dataclasses.replace(lora, quantize="nf4")
 
 
 def changed(run: RunConfig, strategy: dict[str, Any], lora: LoraConfig | None = None) -> Choice | None:
@@ -188,8 +190,8 @@ def savings(run: RunConfig) -> Iterator[dict[str, Any]]:
             saved = before - rank_memory(choice.run).peak if choice else 0
         except ConfigError as error:
             if choice and error.fix.startswith("pip install"):
-                text = f"{remark}; first {error.fix}"
-                yield {"num_bytes": None, "flags": " ".join(flags_of(choice.changes)), "remark": text}
+                flags = " ".join(flags_of(choice.changes))
+                yield {"num_bytes": None, "flags": flags, "remark": f"{remark}; first {error.fix}"}
             continue
         if choice and saved > 0:
             yield {"num_bytes": saved, "flags": " ".join(flags_of(choice.changes)), "remark": remark}
@@ -217,7 +219,8 @@ def _lighter(run: RunConfig) -> Iterator[tuple[str, Choice | None]]:
     if run.trainer["accelerator"] != "cpu":
         yield "shards are on the host, slower", changed(run, {**whole, "cpu_offload": True})
     yield "LoRA", changed(run, {}, lora)
-    yield "QLoRA", changed(run, {}, dataclasses.replace(lora, quantize="nf4"))
+    if smaller := _on_4_bits(lora):
+        yield "QLoRA", changed(run, {}, smaller)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -80,7 +80,7 @@ def test_what_does_not_names_the_key() -> None:
         ("hf-trainer", {"optim": "adafactor"}, "optim: dropped because lit_fsdp uses AdamW"),
         ("hf-trainer", {"num_train_epochs": 1.5}, "num_train_epochs: kept as trainer.max_epochs: 2 (whole epochs"),
         ("hf-trainer", {"beta": 0.1}, "loss_type (sigmoid by default): kept as model.preference.loss: dpo (if the"),
-        ("hf-trainer", {"packing": True}, "assistant_only_loss (false by default): dropped because TRL supervises all"),
+        ("hf-trainer", {"packing": True}, "assistant_only_loss (false by default): dropped because TRL trains on all"),
         ("hf-trainer", {"torch_dtype": "auto"}, "torch_dtype: dropped because weights are in fp32"),
         ("hf-trainer", {"learnin_rate": 1}, "learnin_rate: dropped because the key is unknown; the closest is learn"),
         ("deepspeed", {**ZERO, "fp16": {"enabled": True, "loss_scale": 128}}, "fp16.loss_scale: dropped"),

@@ -221,11 +221,16 @@ def test_a_call_without_text_has_null_content_where_a_template_tests_for_it(smal
     )
     call = '<tool_call>{"name": "look", "arguments": {"city": "Oslo"}}<|im_end|>'
     assert supervised(small, tests, _calls()) == [call, "It is.<|im_end|>"]
+    for broken in ("{{ m.content.strip() }}", "{{ m.content + '' }}"):  # a template that tests for it, and then fails
+        fails = CHATML.replace(
+            "{% generation %}", "{% generation %}{% if m.content is none %}" + broken + "{% endif %}"
+        )
+        assert supervised(small, fails, _calls()) == [call, "It is.<|im_end|>"]
 
 
 def test_answers_that_are_not_wanted_are_rejected(small: Any):
     """Rows of KTO, with their label."""
-    with pytest.raises(DataError, match="label: false marks an answer that is not wanted"):
+    with pytest.raises(DataError, match="label: false marks an undesired answer"):
         encode(small, CHATML, say("u:1", "a:2"), row={"label": False})
 
 

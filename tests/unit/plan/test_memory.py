@@ -150,7 +150,9 @@ def test_adapters_are_choices_where_there_are_none():
     assert others == [dataclasses.replace(adapted.model.lora, quantize="nf4")] * len(others)
     assert found[-1] != found[0] == adapted.model.lora  # the 4-bit base comes last
     quantized = loaded(recipe="llama3.1-8b_qlora_fsdp2_1x24gb.yaml")
-    assert all(choice.run.model.lora == quantized.model.lora for choice in choices(quantized, ("none",)))
+    dora = loaded("--model.lora.use_dora=true", recipe="llama3.1-8b_lora_fsdp2_8x80gb.yaml")  # not on a 4-bit base
+    for one in (quantized, dora):
+        assert all(choice.run.model.lora == one.model.lora for choice in choices(one, ("none",)))
 
 
 def test_ranks_that_divide_experts_gather_a_part_of_them_and_send_tokens():
