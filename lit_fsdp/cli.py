@@ -33,7 +33,7 @@ from lit_fsdp.callbacks.stop import StopOnSignal, StopRequested
 from lit_fsdp.callbacks.summary import summary_of
 from lit_fsdp.callbacks.throughput import Throughput
 from lit_fsdp.checkpoint.files import naming
-from lit_fsdp.checkpoint.run_folder import Resume, find_resume
+from lit_fsdp.checkpoint.run_folder import Resume, checkpoints, find_resume
 from lit_fsdp.checkpoint.run_lock import RunLock
 from lit_fsdp.config.command_line import OWN_CLASSES, TRUSTED, read_command_line
 from lit_fsdp.config.data import DataConfig
@@ -366,7 +366,9 @@ class RecipeCLI(LightningCLI):
             # srun, which gets the code from the first rank only
             self.exit_code = 0 if is_launched_by_lightning() or follows_first_task() else stop.exit_code
         except BaseException as error:
-            self.end_children()
+            if killed := self.end_children():
+                can_resume = subcommand == "fit" and checkpoints(folder)
+                error.add_note(f"{killed}\nresume with --ckpt_path last" if can_resume else killed)
             if subcommand == "fit" and is_out_of_memory(error) and hasattr(self, "_declared"):
                 kind = "gpu" if is_accelerator(self.trainer.strategy.root_device) else "cpu"
                 error.add_note(advice(self._declared, folder / "recipe.yaml", kind, self.line.allow_imports))
@@ -489,14 +491,16 @@ class RecipeCLI(LightningCLI):
                 values[name] = section.get("init_args") or {}
         return dict(values)
 
-    def end_children(self, grace_seconds: float = 5.0) -> None:
-        """Kill ranks that still wait for a failed rank after ``grace_seconds``."""
+    def end_children(self, grace_seconds: float = 5.0) -> str:
+        """Kill ranks that still wait for a failed rank after ``grace_seconds``; name those that a signal had ended."""
         trainer = getattr(self, "trainer", None)
         procs: list[Any] = getattr(trainer and trainer.strategy.launcher, "procs", [])
         if any(isinstance(process, subprocess.Popen) for process in procs):
             LAUNCHED_RANKS.children.extend(procs)
             procs.clear()  # Lightning's observer of this list would kill this process once a child ends
+        killed = LAUNCHED_RANKS.killed()
         LAUNCHED_RANKS.end(grace_seconds)
+        return killed
 
 
 class _Reader(RecipeCLI):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable
@@ -18,6 +19,9 @@ from lit_fsdp.errors import (
 )
 from lit_fsdp.host import EXIT_LOST, first_one_speaks, global_rank, is_first_process, is_launched_by_lightning, tell_job
 from lit_fsdp.redaction import guarded_streams
+
+_CLOSED = re.compile("Connection (closed|reset|refused)( by peer)?|Broken pipe")
+"""Messages of a connection to a rank that has ended."""
 
 
 def exit_code_of(act: Callable[[], int], debug: bool = False) -> int:
@@ -49,20 +53,23 @@ def _exit_code_of(act: Callable[[], int], debug: bool) -> int:
     except (CheckpointError, ContractError, DataError, NonFiniteGradientError) as error:
         lost = _lost(error)
         is_lost = lost or " lost contact with another rank: " in str(error)  # in a save or load
-        return _say("\n".join([str(error), *lost]), EXIT_LOST if is_lost else 1)
+        return _say("\n".join([str(error), *(error.__notes__ if lost else ())]), EXIT_LOST if is_lost else 1)
     except KeyboardInterrupt:
         return _say("interrupted", 130) if is_first_process() else 130
     except BrokenPipeError:  # the reader has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:
+        lost = _lost(error)
+        if lost and not debug and (cause := _CLOSED.search(str(error))):  # the traceback of the other rank matters
+            return _say("\n".join([f"{cause[0]}: {error.__notes__[0]}", *error.__notes__[1:]]), EXIT_LOST)
         traceback.print_exc()
-        return EXIT_LOST if _lost(error) else 1
+        return EXIT_LOST if lost else 1
 
 
-def _lost(error: BaseException) -> list[str]:
-    """Return the strategy's notes about lost ranks, if they caused the failure."""
-    return [note for note in getattr(error, "__notes__", ()) if " lost contact: " in note]
+def _lost(error: BaseException) -> bool:
+    """Whether the strategy has noted that other ranks caused the failure."""
+    return any(" lost contact: " in note for note in getattr(error, "__notes__", ()))
 
 
 def _say(text: str, code: int) -> int:

@@ -51,7 +51,7 @@ class SignalFlags:
         self.has_peers = any(name in os.environ for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID"))
         """Whether other ranks exist that would wait for this one."""
         self.can_save = can_save
-        self.before_exit: Callable[[], None] = lambda: None
+        self.before_exit: Callable[[], object] = lambda: None
         """Called before the process ends at once."""
         self._is_installed = self._is_warned = False
 

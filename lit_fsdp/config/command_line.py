@@ -51,6 +51,8 @@ class CommandLine:
     verbose: bool = False
     debug: bool = False
     print_config: bool = False
+    dropped: list[str] = field(default_factory=list)
+    """Full keys that :meth:`in_short` removes from files."""
 
     @property
     def classes(self) -> dict[str, str]:
@@ -110,7 +112,17 @@ class CommandLine:
         trainer = values.get("trainer") if isinstance(values, dict) else None
         if isinstance(trainer, dict) and "logger" in trainer:
             values = {**values, "trainer": {**trainer, "logger": self._with_save_dir(trainer["logger"])}}
+        for key in self.dropped:
+            values = _without(values, key.split("."))
         return values
+
+    def drop(self, key: str) -> None:
+        """Remove a key from the flags, with its values, and from what :meth:`in_short` returns."""
+        kept, is_gone = list[str](), False
+        for word in self.words:
+            is_gone = word.partition("=")[0] == f"--{key}" if word.startswith("--") else is_gone
+            kept += [] if is_gone else [word]
+        self.words, self.dropped = kept, [*self.dropped, key]
 
     @property
     def _saving(self) -> set[str]:
@@ -230,6 +242,14 @@ def short_form(section: Any) -> tuple[str | None, Any]:
         return None, section
     beside = {key: value for key, value in section.items() if key not in ("class_path", "init_args")}
     return path or None, beside | inner
+
+
+def _without(values: Any, parts: Sequence[str]) -> Any:
+    """Return a mapping without the key at this path."""
+    if not isinstance(values, dict) or parts[0] not in values:
+        return values
+    rest = {name: value for name, value in values.items() if name != parts[0]}
+    return {**rest, parts[0]: _without(values[parts[0]], parts[1:])} if parts[1:] else rest
 
 
 def _class_name(logger: Any) -> str:

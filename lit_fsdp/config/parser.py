@@ -44,6 +44,7 @@ from lit_fsdp.config.run import (
 from lit_fsdp.config.sections import leaves, plain, typed
 from lit_fsdp.config.slurm import SlurmConfig
 from lit_fsdp.config.strategy import StrategyConfig
+from lit_fsdp.config.words import UNKNOWN_KEY
 from lit_fsdp.config.yaml_files import use_loader
 from lit_fsdp.errors import ConfigError, require
 from lit_fsdp.host import is_first_process, say_once
@@ -160,6 +161,26 @@ def recipe_keys() -> set[str]:
 def check_keys(argv: Sequence[str]) -> None:
     """Reject keys that do not exist, and values of a wrong type, without the rules between them."""
     _parsed(read_command_line(argv), ())
+
+
+def unknown_keys(argv: Sequence[str], also: Iterable[str] = ()) -> list[ConfigError]:
+    """Find the keys of a command line and its files that do not exist, up to an error of another kind.
+
+    ``also`` are the verb's own flags.
+    """
+    line, found = read_command_line(argv), list[ConfigError]()
+    for flag in set(also) - {"config"}:
+        line.drop(flag)
+    line.dropped = []  # flags of a verb are no keys of a file
+    while True:
+        try:
+            _parsed(line, ())
+        except ConfigError as error:
+            if error.given == UNKNOWN_KEY and error.field not in line.dropped:
+                found.append(error)
+                line.drop(error.field)
+                continue
+        return found
 
 
 def values_of_flags(line: CommandLine, also: Sequence[str] = ()) -> dict[str, Any]:

@@ -172,5 +172,5 @@ def as_flag(error: ConfigError, argv: Sequence[str], known: Collection[str]) -> 
     value = shlex.quote(value or own or ("true" if key in _SWITCHES else "VALUE"))
     if key == "model.class_path":
         return f"write --model {value}" + (f" --model.preference.loss {own.lower()}" if own.lower() in _LOSSES else "")
-    counts = ", which counts micro-batches, trainer.accumulate_grad_batches per step" if own_key in _STEPS else ""
+    counts = " (in micro-batches: multiply by trainer.accumulate_grad_batches)" if own_key in _STEPS else ""
     return f"write --{key} {value}{counts}"

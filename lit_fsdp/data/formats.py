@@ -235,7 +235,7 @@ def _messages(value: Any, location: str) -> list[Message]:
         raise DataError(f"{location}: a conversation must be a non-empty list of messages, not {_shown(value)}")
     found: list[Message] = []
     for number, turn in enumerate(value):
-        made = _message(turn, f"{location}: message {number}")
+        made = _message(turn, f"{location}: message {number + 1}")
         if made["role"] == CALL:  # an assistant turn, or a continuation of the previous one
             made["role"], last = "assistant", found[-1] if found else {}
             if last.get("role") == "assistant" and last.get("train") == made.get("train"):

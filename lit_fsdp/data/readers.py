@@ -55,7 +55,7 @@ def read_file(path: str, start: int = 0) -> Iterator[RawRow]:
         with naming(path):
             rows: Iterable[Any] = generated_rows(int(path.removeprefix(GENERATED)))
     elif kind in _SEPARATORS:
-        rows = _records(path, _SEPARATORS[kind])
+        return islice(_records(path, _SEPARATORS[kind]), start, None)
     elif kind == ".json" and not _has_lines(path):
         rows = _document(path)
     else:
@@ -162,8 +162,8 @@ def _document(path: str) -> list[Any]:
     return loaded if isinstance(loaded, list) else [loaded]
 
 
-def _records(path: str, separator: str) -> Iterator[dict[str, str] | DataError]:
-    """Yield rows of text: "007" and "NA" stay unchanged."""
+def _records(path: str, separator: str) -> Iterator[RawRow]:
+    """Yield rows of text, each with the line where it ends: "007" and "NA" stay unchanged."""
     csv.field_size_limit(2**31 - 1)  # cells may be whole documents
     with _opened(path) as file, io.TextIOWrapper(file, "utf-8-sig", newline="") as text:
         records = csv.reader(text, delimiter=separator, strict=True)
@@ -171,11 +171,13 @@ def _records(path: str, separator: str) -> Iterator[dict[str, str] | DataError]:
         if len(set(names)) < len(names):
             raise DataError(f"{path}: duplicate column names in {', '.join(names)}")
         try:
-            for number, cells in enumerate(filter(None, records)):  # skips empty lines
-                problem = f"{path}: row {number}: {len(cells)} cells for the {len(names)} columns {', '.join(names)}"
-                yield dict(zip(names, cells, strict=True)) if len(cells) == len(names) else DataError(problem)
+            for cells in filter(None, records):  # skips empty lines
+                location = f"{path}:{records.line_num}"
+                problem = f"{location}: {len(cells)} cells for the {len(names)} columns {', '.join(names)}"
+                is_whole = len(cells) == len(names)
+                yield location, dict(zip(names, cells, strict=True)) if is_whole else DataError(problem)
         except csv.Error as error:
-            raise DataError(f"{path}: line {records.line_num}: not CSV ({error})") from error
+            raise DataError(f"{path}:{records.line_num}: not CSV ({error})") from error
 
 
 def from_json(content: bytes, location: str, is_text: bool = False) -> Any:

@@ -146,7 +146,7 @@ class AssistantTurns:
             found = {i for i, one in alone.items() if (_is_missing(texts[i], text) if one is None else one)}
         named = [(i, messages[i]["role"] if i < len(messages) else "tools") for i in sorted(found)]
         names = {i: f"tool {one.get('name')}" for i, one in schemas.items()}
-        return [(names.get(i, f"message {i} ({kind})"), kind) for i, kind in named]
+        return [(names.get(i, f"message {i + 1} ({kind})"), kind) for i, kind in named]
 
     @property
     def lacks_prompt(self) -> bool:
@@ -200,9 +200,9 @@ class AssistantTurns:
             body = "".join(text[a:b] for a, b in spans)
             if not _is_whole(conversation.messages[index], turns[index], body) or min(chain(*spans), default=-1) < 0:
                 raise DataError(
-                    f"{location}: the chat template does not write assistant turn {index} in full, so it cannot be "
-                    "masked\n  fix:     set a data.chat_template with {% generation %} … {% endgeneration %} around "
-                    "the whole turn and its end token, outside any macro, set block or filter"
+                    f"{location}: the chat template does not write message {index + 1} (assistant) in full, so it "
+                    "cannot be masked\n  fix:     set a data.chat_template with {% generation %} … {% endgeneration %} "
+                    "around the whole turn and its end token, outside any macro, set block or filter"
                 )
             found += spans
         inside = np.zeros(len(text) + 1, bool)
@@ -213,7 +213,7 @@ class AssistantTurns:
         if last in wanted:  # templates omit earlier reasoning on purpose
             thoughts, written = _reasoning(conversation.messages[last]).strip(), text[max(0, turns[last].start) :]
             if thoughts not in written and _is_missing(thoughts, written):
-                lost = [(f"the reasoning of message {last} (assistant)", REASONING)]
+                lost = [(f"the reasoning of message {last + 1} (assistant)", REASONING)]
         return text, list(zip(borders[::2], borders[1::2], strict=True)), lost
 
     def _tagged(self, conversation: Conversation, text: str, location: str) -> _Rendered:
@@ -319,7 +319,7 @@ def supervised_turns(messages: Sequence[Message], supervise: str, whole: bool, l
         train = message.get("train")
         if message["role"] != "assistant" and train is not None and train is not whole:
             given = f"train: {str(train).lower()} on a message of the role {message['role']}"
-            raise DataError(f"{location}: message {index}: {given}\n  allowed: on assistant messages")
+            raise DataError(f"{location}: message {index + 1}: {given}\n  allowed: on assistant messages")
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if whole:
         return [i for i in turns if messages[i].get("train") is False]

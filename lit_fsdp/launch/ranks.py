@@ -61,6 +61,11 @@ class Ranks:
             os.close(self._go)
             self._go = -1
 
+    def killed(self) -> str:
+        """Name the ranks that a signal has ended, one sentence each; empty if there are none."""
+        codes = {rank: child.poll() or 0 for rank, child in enumerate(self.children, 1)}
+        return "\n".join(f"rank {rank} {_ending(code)}" for rank, code in codes.items() if code < 0)
+
     def end(self, grace_seconds: float) -> None:
         """Kill ranks that have not ended after ``grace_seconds``."""
         deadline = time.monotonic() + grace_seconds
@@ -82,11 +87,17 @@ class Ranks:
             time.sleep(_GRACE_SECONDS)
             if not self.children:
                 return  # this process is already ending
-            code = children[failed - 1].returncode
-            how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-            print(f"error: rank {failed} {how}", file=sys.stderr, flush=True)
+            print(f"error: rank {failed} {_ending(children[failed - 1].returncode)}", file=sys.stderr, flush=True)
             self.end(grace_seconds=0)
             os._exit(EXIT_LOST)
+
+
+def _ending(code: int) -> str:
+    """Describe how a process ended by its return code, which is negative after a signal."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    memory = ": the host may have run out of memory (see dmesg)" if -code == signal.SIGKILL else ""
+    return f"was ended by {signal.Signals(-code).name}{memory}"
 
 
 LAUNCHED_RANKS = Ranks()

@@ -229,6 +229,29 @@ def test_a_profile_that_is_refused(tmp_path: Path) -> None:
         assert (done.code, f"--steps: {said}" in done.err) == (2, True), done.err
 
 
+_KILLED = """
+import os
+import signal
+from lightning.pytorch import Callback
+
+class Killed(Callback):
+    def on_before_backward(self, trainer, pl_module, loss):
+        if trainer.global_step == 3 and trainer.global_rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_the_rank_that_was_killed_is_named_and_how_to_resume(tmp_path: Path) -> None:
+    (tmp_path / "killed.py").write_text(_KILLED)
+    done = lit_fsdp("fit", *SMOKE, "--allow-imports", "killed", "--trainer.callbacks+=killed.Killed", cwd=tmp_path)
+    assert done.returncode == 76, done.stderr
+    assert "Traceback" not in done.stderr
+    lost = done.stderr.partition("error: ")[2]
+    assert re.match(r"(Connection|Broken)[a-z ]+: rank 0 \(", lost)
+    assert "rank 1 was ended by SIGKILL: the host may have run out of memory (see dmesg)" in lost
+    assert "resume with --ckpt_path last" in lost
+
+
 _CALLBACK = """
 import resource
 import torch

@@ -81,7 +81,7 @@ def test_what_the_template_does_not_write_is_counted(capsys: Out, streams: str):
     Path("nemo.jinja").write_text(NEMO)
     train = write("t.jsonl", ("u:a", "a:b"), ("s:Be brief.", "u:a", "a:b"), ("s:S", "u:c", "a:d", "u:e", "a:f"))
     words = ["--data.train", train, "--data.streaming", streams, "--data.chat_template", "nemo.jinja", "--json"]
-    with pytest.raises(DataError, match=r"t\.jsonl:2: .*message 0 \(system\)(?s:.*)data\.unwritten_text: allow"):
+    with pytest.raises(DataError, match=r"t\.jsonl:2: .*message 1 \(system\)(?s:.*)data\.unwritten_text: allow"):
         inspect(*words)
     drops, allows, splits = "--data.on_bad_row=drop", "--data.unwritten_text=allow", "--data.split_turns=true"
     for flags, counts in (

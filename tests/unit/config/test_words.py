@@ -84,7 +84,7 @@ def test_a_fix_is_a_flag_to_paste_with_the_users_value(capsys: pytest.CaptureFix
         ("--data.columns={chat: messages}", "write {messages: chat}"),
         ("--data.columns={prompt:question}", "put a space after each colon: {KEY: COLUMN}"),
         ("--model.lora lora.yaml", "write its keys below model.lora in a file given with --config"),
-        ("--eval_steps 10", "write --trainer.val_check_interval 10, which counts micro-batches"),
+        ("--eval_steps 10", "write --trainer.val_check_interval 10 (in micro-batches: multiply by"),
         # values with another meaning, and what is not wanted
         ("--min_lr 1e-6", "write model.optim.min_lr_ratio\n"),
         ("--bf16 false", "remove it\n"),
@@ -104,6 +104,28 @@ def test_a_fix_is_a_flag_to_paste_with_the_users_value(capsys: pytest.CaptureFix
         verb, _, path = words.partition(" ")
         assert main([verb, path]) == 2
         assert capsys.readouterr().err.endswith(f"fix:     write lit-fsdp {verb} {fix}\n")
+
+
+def test_all_keys_that_do_not_exist_are_listed_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("learning_rate: 1e-5\ntrainer: {max_epoch: 3}\nmodel: {name: gpt2, lora_rank: 8}\n")
+    ours = ["  also:    trainer.max_epoch: write trainer.max_epochs", "  also:    model.lora_rank: write model.lora.r"]
+    for words, others in (
+        ("fit --bf16 true --warmup_ratio 0.1", 1),
+        ("plan --memory 80 --bf16 true", 0),  # --memory is a flag of the verb
+        ("slurm render --nodes 2 --bf16 true", 0),
+    ):
+        assert main([*words.split(), "--config", str(recipe)]) == 2
+        said = capsys.readouterr().err.splitlines()
+        assert said[0] == "error: bf16: got a key that does not exist"
+        assert said[2] == "  fix:     write --trainer.strategy.init_args.precision bf16-mixed"
+        assert [line for line in said[3:] if "warmup_ratio" not in line] == [
+            *ours,
+            "  also:    learning_rate: write model.optim.lr",
+        ]
+        assert len(said) == 6 + others
+    assert main(["fit", "--modle.name", "gpt2"]) == 2
+    assert "also" not in capsys.readouterr().err
 
 
 def test_what_is_converted_and_what_is_said_agree():

@@ -186,7 +186,7 @@ def test_messages_are_json_text_in_a_csv_file(tmp_path: Path):
         csv.writer(file).writerows([["messages", "id"], [json.dumps(turns), "1"], ["[{", "2"]])
     (where, row), (other, broken) = read_file(str(tmp_path / "rows.csv"))
     assert to_conversation(row, "messages", where).messages == turns
-    with pytest.raises(DataError, match=r"rows\.csv: row 1: messages: invalid JSON"):
+    with pytest.raises(DataError, match=r"rows\.csv:3: messages: invalid JSON"):
         to_conversation(broken, "messages", other)
 
 
@@ -194,7 +194,7 @@ def test_a_bad_row_is_named():
     known, calls = "is not supported", "tool_calls must be a list of calls with function names"
     either, part = "a message must have role and content, or from and value", "a content part must have only type: text"
     flags = ("training", "loss", "weight")
-    turns: list[tuple[Any, str]] = [  # message 0 of a conversation
+    turns: list[tuple[Any, str]] = [  # message 1 of a conversation
         ("Yo", f"{either}, not str 'Yo'"),
         ({"from": "human"}, either),
         ({"from": "alien", "value": "x"}, r"role 'alien'\n  allowed: system.*\n.*data\.turns: {roles: {alien: ass"),
@@ -217,7 +217,7 @@ def test_a_bad_row_is_named():
         ({**YO, "tool_calls": [{"name": "f", "arguments": "[1]"}]}, "arguments of 'f' must be an object, not list"),
     ]
     table: list[tuple[Any, dict[str, Any], str]] = [
-        ("messages", {"messages": [turn]}, f"message 0: {said}") for turn, said in turns
+        ("messages", {"messages": [turn]}, f"message 1: {said}") for turn, said in turns
     ]
     conversation = "a conversation must be a non-empty list of messages, not"
     table += [

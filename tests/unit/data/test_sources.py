@@ -74,8 +74,8 @@ def test_locations_marks_and_blank_lines(tmp_path: Path):
     assert _read(path) == [(f"{path}:1", {"text": "one"}), (f"{path}:3", {"text": "two é\u2028 2020-01-01"})]
     path = _write(tmp_path / "rows.csv", '\ufeffprompt,completion\nNA,007\n"",null\n')
     assert _read(path) == [
-        (f"{path}: row 0", {"prompt": "NA", "completion": "007"}),
-        (f"{path}: row 1", {"prompt": "", "completion": "null"}),
+        (f"{path}:2", {"prompt": "NA", "completion": "007"}),
+        (f"{path}:3", {"prompt": "", "completion": "null"}),
     ]
 
 
@@ -96,7 +96,7 @@ def test_a_broken_line_is_named_and_the_others_are_read(tmp_path: Path):
     for line in ("a,b,c", "a"):  # in the first record too, where pandas would shift all columns
         error, second = _rows(_write(tmp_path / "a.csv", f"prompt,completion\n{line}\na,b\n"))
         assert second == {"prompt": "a", "completion": "b"}
-        with pytest.raises(DataError, match=r"a\.csv: row 0: \d cells? for the 2 columns prompt, completion"):
+        with pytest.raises(DataError, match=r"a\.csv:2: \d cells? for the 2 columns prompt, completion"):
             raise error
     with pytest.raises(DataError, match=r"c\.csv: duplicate column names in a, b, a"):
         _read(_write(tmp_path / "c.csv", "a,b,a\n1,2,3\n"))

@@ -200,7 +200,7 @@ def test_reasoning_that_the_last_turn_loses_is_an_error(small: Any):
     own = {**say("a:2")[0], "reasoning_content": "why so"}
     for template, last in ((without, say(f"a:{THOUGHT}2")[0]), (CHATML, own)):
         with pytest.raises(
-            DataError, match=r"omits the reasoning of message 1 \(assistant\)(?s:.*)that writes the reason"
+            DataError, match=r"omits the reasoning of message 2 \(assistant\)(?s:.*)that writes the reason"
         ):
             encode(small, template, [*say("u:1"), last])
         for split in (False, True):
@@ -301,7 +301,7 @@ def test_turns_that_cannot_be_split_are_refused(small: Any):
             encoder.encode([row_of], form, ["x"])
     short = unmarked(CHATML).replace("in messages", "in messages if m.role != 'system' or messages | length < 4")
     row_of, options = {"messages": say("s:S", *FOUR)}, {"split_turns": True}  # the second sample lacks the system's
-    with pytest.raises(DataError, match=r"^x: the chat template omits message 0 \(system\), in"):
+    with pytest.raises(DataError, match=r"^x: the chat template omits message 1 \(system\), in"):
         encoder_of(small, DataConfig(**options), short).encode([row_of], "messages", ["x"])
     (row,) = encoder_of(small, DataConfig(**options, unwritten_text="allow"), short).encode([row_of], "messages", ["x"])
     assert (len(row.samples), row.unwritten) == (2, ("system",))
@@ -317,10 +317,10 @@ def test_which_turns(small: Any):
     assert "train" not in shown(small, encode(small, keys, flagged))
     last = CHATML.replace("m.role == 'assistant'", "m.role == 'assistant' and loop.last")
     assert supervised(small, last, say(*FOUR), supervise="last") == ["4<|im_end|>"]
-    with pytest.raises(DataError, match="does not write assistant turn 1 in full"):
+    with pytest.raises(DataError, match="does not write message 2 "):
         encode(small, last, say(*FOUR))
     for whole in (False, True):
-        said = f"message 0: train: {str(not whole).lower()} on a message of the role user"
+        said = f"message 1: train: {str(not whole).lower()} on a message of the role user"
         with pytest.raises(DataError, match=rf"^rows\.jsonl:7: {said}"):
             encode(small, CHATML, say(*FOUR, u0=not whole), train_on_prompt=whole)
         assert encode(small, CHATML, say(*FOUR, u0=whole), train_on_prompt=whole).supervised.any()
@@ -375,7 +375,7 @@ def test_a_token_across_the_border_is_split(small: Any):
 
 def test_a_template_that_does_something_else_is_refused(small: Any):
     """And marks around something else; or the model would learn to call without arguments, or to say nothing."""
-    shows, other = "does not write assistant turn 1 in full", "renders this conversation differently"
+    shows, other = "does not write message 2 ", "renders this conversation differently"
     head, talk = "{% for m in messages %}[{{ m.role }}]", say("u:one", "a:two", "u:three", "a:four")
     turn = "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}</s>{% endgeneration %}{% endif %}"
     macro = "{% macro turn(m) %}[{{ m.role }}]" + turn + "{% endmacro %}"
@@ -414,18 +414,18 @@ def test_a_text_that_the_template_does_not_write_is_refused(small: Any):
     talk = say("s:Be kind.", "u:Be kind.", "a:Be kind.")
     no_tool = CHATML.replace("in messages", "in messages if m.role != 'tool'")
     for template, messages, tools, said in [
-        (NEMO, talk, None, "message 0 (system)"),
-        (NEMO, say("s:S", "u:Go", "a:1", "u:Go", "a:2"), None, "message 0 (system)"),
-        (NEMO, [*talk[:2], {**talk[2], "key": 1}], None, "message 0 (system)"),
-        (NEMO, [*say("s:Look."), *_calls()], TOOLS, "message 0 (system)"),
-        (turn % (" if m.role in ['user', 'assistant']", "m.content"), talk, None, "message 0 (system)"),
-        (turn % (" if m.role != 'user'", "m.content"), talk, None, "message 1 (user)"),
-        (no_tool, _calls(), None, "message 2 (tool)"),
+        (NEMO, talk, None, "message 1 (system)"),
+        (NEMO, say("s:S", "u:Go", "a:1", "u:Go", "a:2"), None, "message 1 (system)"),
+        (NEMO, [*talk[:2], {**talk[2], "key": 1}], None, "message 1 (system)"),
+        (NEMO, [*say("s:Look."), *_calls()], TOOLS, "message 1 (system)"),
+        (turn % (" if m.role in ['user', 'assistant']", "m.content"), talk, None, "message 1 (system)"),
+        (turn % (" if m.role != 'user'", "m.content"), talk, None, "message 2 (user)"),
+        (no_tool, _calls(), None, "message 3 (tool)"),
         (CHATML, _calls(), TOOLS, "tool look, tool find_it"),
         (CHATML + "{{ tools[0] | tojson }}", talk, TOOLS, "tool find_it"),
         (CHATML + "{% for t in tools %}{{ t.name or t.function.name }}{% endfor %}", talk, TOOLS, "tool find_it"),
-        (cut, say("u:One. Two.", "a:1"), None, "message 0 (user)"),
-        (kind, say("s:Be kind.", "u:x", "a:1"), None, "message 0 (system)"),
+        (cut, say("u:One. Two.", "a:1"), None, "message 1 (user)"),
+        (kind, say("s:Be kind.", "u:x", "a:1"), None, "message 1 (system)"),
     ]:
         row, names = {"messages": messages, "tools": tools}, said.split(", ")
         for whole in (False, True):
@@ -444,7 +444,7 @@ def test_a_text_that_the_template_does_not_write_is_refused(small: Any):
     with pytest.raises(DataError, match=r"fix:     data\.chat_template: chatml, or data\.on_bad_row: drop$"):
         encoder.encode([pair], "preference", ["a:1"])
     assert small.decode(encoder.open_conversation(asked, "a:1")) == "[INST]Be kind.\n\nBe kind.[/INST]"
-    with pytest.raises(DataError, match=r"^a:1: .* omits message 0 \(system\)"):
+    with pytest.raises(DataError, match=r"^a:1: .* omits message 1 \(system\)"):
         encoder.open_conversation(Conversation(talk), "a:1")
 
 

@@ -137,7 +137,7 @@ def test_ranks_wait_until_the_first_one_is_ready_and_what_one_meets_ends_the_run
         ("all well", 0, "", ""),
         ("all fail", 2, "error: model.name: got 0", ""),
         ("one fails", 76, "[rank 2] error: model.name: got 2", "error: rank 2 ended with exit code 2"),
-        ("killed", 76, "", "error: rank 1 was ended by SIGKILL"),
+        ("killed", 76, "", "error: rank 1 was ended by SIGKILL: the host may have run out of memory (see dmesg)"),
     ):
         words = [sys.executable, str(program), case]
         done = subprocess.run(words, capture_output=True, text=True, timeout=50, env=environment)
