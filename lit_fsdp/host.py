@@ -72,7 +72,7 @@ def is_first_process() -> bool:
 
 @functools.cache
 def say_once(text: str) -> None:
-    """Print to standard error what is worth saying once per process."""
+    """Print a message to standard error, once per process."""
     print(text, file=sys.stderr)
 
 
@@ -83,7 +83,7 @@ def is_launched_by_lightning() -> bool:
 
 
 def follows_first_task() -> bool:
-    """Whether srun started this process and its exit code does not count."""
+    """Whether this is a task of srun other than the first, so that its exit code does not count."""
     return os.environ.get("SLURM_PROCID", "0") != "0"
 
 

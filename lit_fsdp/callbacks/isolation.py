@@ -115,18 +115,18 @@ class IsolationProof(Callback):
             name = "isolation.json" if verb == "fit" else f"{verb}-isolation.json"
             write_json(Path(trainer.default_root_dir) / name, record)
             text = "isolation proved for {model_type}, {attn_implementation}, {compute_dtype}: with other neighbors a "
-            text += "packed sample changes by {largest_change:.1e} of its size (allowed: {tolerance:g})"
+            text += "packed sample changes by {largest_change:.1e} of its norm (allowed: {tolerance:g})"
             print(text.format(**record) + ("; pairs share their prompts" if shares else ""), file=sys.stderr)
 
     @staticmethod
     def _check_length(trainer: Trainer, module: Any, batch: Mapping[str, Any]) -> None:
-        """Refuse rows that are longer than what the proof, with its few tokens, is valid for."""
+        """Reject rows that are longer than the length up to which the proof, with its few tokens, is valid."""
         config = getattr(getattr(trainer, "datamodule", None), "config", None)
         sides = 2 if getattr(module, "is_preference", False) else 1
         sizes = (getattr(config, name, None) for name in ("max_seq_length", "micro_batch_size"))
         longest = max(batch["input_ids"].numel(), sides * math.prod(size or 1 for size in sizes))
         if longest > (reach := tokens_of_one_scale(module)):
-            raise _refusal(module, f"beyond {reach:.0f} tokens its scale of queries depends on the position in the row")
+            raise _refusal(module, f"beyond {reach:.0f} tokens it scales queries by their position in the row")
 
     def prove(self, trainer: Trainer, batch: Mapping[str, Any], shares: bool = False) -> dict[str, Any]:
         """Measure isolation of samples, or of pairs with a shared prompt, for ``isolation.json``; collective.
@@ -153,16 +153,16 @@ class IsolationProof(Callback):
         compute, shares_rounding = precision.row.compute, precision.mode == "fp8" or max(experts, default=0) > 1
         tolerance = _ROUNDING[compute] if shares_rounding else 0.0
         if change > tolerance:
-            by = f"{change:.1e} of its size (allowed: {tolerance:g})"
+            by = f"{change:.1e} of its norm (allowed: {tolerance:g})"
             raise _refusal(module, f"a sample changes by {by} when the tokens of other samples change")
         if any(one.is_blind for one in found):
             raise _refusal(module, "the hidden states of a sample do not depend on its tokens")
         if not split <= _MOVED[compute]:
-            given = f"{strategy.context.degree}, but then {module.source.hf_config.model_type} computes other results"
-            given += f": the states of a row change by {split:.1e} of their size"
+            given = f"{strategy.context.degree}, with which {module.source.hf_config.model_type} gives other results"
+            given += f": the hidden states of a row change by {split:.1e} of their norm"
             raise ConfigError(f"{strategy.path}.context_parallel", given, "1")
         if moved > _MOVED[compute]:
-            raise _refusal(module, f"the states depend on the position in the pack, by {moved:.1e} of their size")
+            raise _refusal(module, f"hidden states depend on the position in the pack, by {moved:.1e} of their norm")
         return {
             "model_type": module.source.hf_config.model_type,
             "attn_implementation": module.attn_implementation,

@@ -91,8 +91,8 @@ def import_checkpoint(
         longest = max(shapes, key=len)
         found = sorted(name.removesuffix(longest) for name in clean.values() if f".{name}".endswith(f".{longest}"))
         if len(found) > 1:
-            text = f"has the model {len(found)} times, under {', '.join(map(repr, found))}; select one with --prefix"
-            raise CheckpointError(f"{source.path}: {text} {found[-1]}")
+            text = f"{len(found)} times, under {', '.join(map(repr, found))}; select one with --prefix {found[-1]}"
+            raise CheckpointError(f"{source.path}: contains the model {text}")
         prefix = found[0] if found else ""
     wanted = {f"{prefix}{name}": ties.get(name, name) for name in (*shapes, *ties)}
     weights: dict[str, torch.Tensor] = {}
@@ -336,4 +336,4 @@ class _DescriptionUnpickler(pickle.Unpickler):
 
 def _damaged(path: Path, error: BaseException) -> CheckpointError:
     text = (str(error).strip() or repr(error)).splitlines()[0][:200]
-    return CheckpointError(f"{path}: damaged, or not of the type that its name says ({text})")
+    return CheckpointError(f"{path}: damaged, or its content does not match its file name ({text})")

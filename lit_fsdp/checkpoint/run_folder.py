@@ -110,7 +110,7 @@ def choose(
     if not order:
         names = sorted({name for entry in found for name in entry.metrics})
         raise CheckpointError(f"ckpt_path best: no checkpoint has a value of {monitor}, only of {names}; use last")
-    text = "\n".join([f"ckpt_path {word}: a damaged checkpoint may come first", *lines])
+    text = "\n".join([f"ckpt_path {word}: a checkpoint that may take precedence is damaged", *lines])
     if broken and not fallback:
         raise CheckpointError(f"{text}\n  fix:     set --ckpt_path {order[0]}, or add --resume.fallback true")
     if broken and is_first_process():

@@ -25,7 +25,7 @@ _GROUPS = {
     "run": {
         "fit": "train a model with a recipe",
         "validate": "compute loss, perplexity and token accuracy on data.val",
-        "test": "do the same on data.test",
+        "test": "compute loss, perplexity and token accuracy on data.test",
         "predict": "score every row of data.predict into predictions.jsonl",
         "bench": "measure tokens/s and memory of variations of a recipe",
         "profile": "profile the time of a step, as traces and a table",
@@ -33,7 +33,7 @@ _GROUPS = {
     },
     "use the result": {
         "report": "write a report of a run, or compare several runs",
-        "ckpt": "list or verify the checkpoints of a run, or import foreign ones",
+        "ckpt": "list or verify checkpoints of a run, or import those of other tools",
         "export": "convert a checkpoint to a Hugging Face folder",
         "generate": "chat with an exported model",
     },

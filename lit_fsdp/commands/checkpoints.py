@@ -29,8 +29,8 @@ def run_ckpt(argv: Sequence[str]) -> int:
     """Run ``lit-fsdp ckpt …`` and return the exit code."""
     verbs = {
         "ls": ("list step, time, size, metric and damage of each checkpoint", _ls),
-        "verify": ("the same, and compare every file with its manifest", _verify),
-        "import": ("convert those of Lightning, Accelerate, Transformers Trainer or peft", _import),
+        "verify": ("list checkpoints and compare every file with its manifest", _verify),
+        "import": ("convert checkpoints of Lightning, Accelerate, the Trainer or peft", _import),
     }
     return run_one_of("ckpt", verbs, argv)
 
@@ -54,7 +54,7 @@ def _show(parser: Any, argv: Sequence[str], hashes: bool) -> list[dict[str, Any]
     parser.add_argument("--json", action="store_true", help="JSON instead of a table, with all metrics")
     options = parse(parser, argv)
     path = options.path
-    require(path.is_dir(), "PATH", f"{path}, which is no folder", "a run folder, or a checkpoint", "check the path")
+    require(path.is_dir(), "PATH", f"{path}, which is not a folder", "a run folder, or a checkpoint", "check the path")
     folder = path / FOLDER if (path / FOLDER).is_dir() else path
     entries = survey(folder)
     config = _config((folder if entries else folder.parent).parent / "recipe.yaml")
@@ -117,8 +117,8 @@ def _import(argv: Sequence[str]) -> int:
     parser = verb_parser("ckpt import", _IMPORT, example)
     parser.add_argument("source", metavar="SOURCE", type=Path, help="file or folder written by the other tool")
     parser.add_argument("-o", "--out", required=True, type=Path, help="folder to create")
-    parser.add_argument("--model", required=True, help="its model: folder, hub name or config .json")
-    parser.add_argument("--prefix", help="prefix of the parameter names in it; default: detected by matching")
+    parser.add_argument("--model", required=True, help="model of the checkpoint: folder, hub name or config .json")
+    parser.add_argument("--prefix", help="prefix of its parameter names; default: detected by matching")
     parser.add_argument("--allow-surplus", action="store_true", help="skip tensors that the model does not have")
     options = parse(parser, argv)
     with heavy_imports():

@@ -21,11 +21,11 @@ def run_convert(argv: Sequence[str]) -> int:
     example = """echo '{"zero_optimization": {"stage": 3}}' | lit-fsdp convert deepspeed -"""
     parser = verb_parser("convert", text, example)
     parser.add_argument("format", help=f"library of the configuration: {', '.join(FORMATS)}")
-    parser.add_argument("file", type=Path, help="its YAML or JSON file; - reads standard input")
+    parser.add_argument("file", type=Path, help="YAML or JSON file to convert; - reads standard input")
     parser.add_argument("-o", "--out", type=Path, help="file to create; default: standard output")
     parser.add_argument("--ranks", type=int, help="ranks of the run, if the file does not specify them")
     parser.add_argument("--num_nodes", type=int, default=1, help="nodes of the run, if the file does not specify them")
-    parser.add_argument("--allow-differences", action="store_true", help="write it even if it trains differently")
+    parser.add_argument("--allow-differences", action="store_true", help="write a recipe that trains differently")
     options = parse(parser, argv)
     name = options.format.lower()
     near = [_MEANT[name]] if name in _MEANT else difflib.get_close_matches(name, FORMATS, n=1)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from lit_fsdp.launch.doctor import Report, Wanted
 
 _OWN = ("nodes", "json")
-_TEXT = "Check this machine, or all nodes with srun or torchrun, for what would make a run fail, and print the fixes."
+_TEXT = "Check this machine, or all nodes with srun or torchrun, for problems that stop a run, and print fixes."
 
 
 def run_doctor(argv: Sequence[str]) -> int:

@@ -32,9 +32,9 @@ def run_export(argv: Sequence[str]) -> int:
     parser.add_argument("--trust_remote_code", action="store_true", help="run Python code that ships with that base")
     text = "export the moving averages of lit_fsdp.EMAWeights instead of the weights"
     parser.add_argument("--ema", action="store_true", help=text)
-    text = "also upload it with its model card to this repository on the Hugging Face Hub; created if missing"
+    text = "also upload the export with its model card to this Hugging Face Hub repository; created if missing"
     parser.add_argument("--push-to-hub", metavar="NAME", help=text)
-    parser.add_argument("--private", action="store_true", help="make that repository private")
+    parser.add_argument("--private", action="store_true", help="make the repository private")
     options = parse(parser, argv)
     hub_name = options.push_to_hub
     require(hub_name or not options.private, "--private", "no --push-to-hub", "both")

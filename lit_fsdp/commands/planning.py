@@ -124,7 +124,7 @@ def run_plan(argv: Sequence[str]) -> int:
         peak = size_words(found.peak + memory.OVERHEAD_BYTES)
         fits = f"; it {_verdict(found, gib)}" if gib else ""
         print(f"predicted peak per rank ({found.step.moment}): {peak}{fits}.")
-        print("Each of these options alone needs less memory, in the order to try:")
+        print("Each of these options alone saves memory; try them in this order:")
         print(columns(lighter, right=("less",)))
         return 0
     taken, host, host_gib = memory.step_time(run, gpu), memory.host_memory(run), options.host_memory
@@ -144,8 +144,8 @@ def run_plan(argv: Sequence[str]) -> int:
         record["experts"], degree = sent, int(sent["degree"])
         better = "expert_parallel: 1" if sent["weights"] <= sent["tokens"] else f"expert_parallel: {degree}"
         lines.append(
-            f"for the experts a rank sends {size_words(sent['weights'])} of weights per step, or with expert_parallel: "
-            f"{degree} {size_words(sent['tokens'])} of tokens and weights; {better} sends less"
+            f"experts: a rank sends {size_words(sent['weights'])} of weights per step, or "
+            f"{size_words(sent['tokens'])} of tokens and weights with expert_parallel: {degree}; {better} sends less"
         )
     if host_gib < math.inf:
         verdict = "fits" if too_much <= 0 else f"does not fit: {too_much:.1f} GiB too much"
@@ -163,7 +163,7 @@ def run_plan(argv: Sequence[str]) -> int:
     elif gpu is not None:
         lines.append("seconds per step: unknown FLOPs of this architecture, or unknown rate of this precision")
     if gib is None:
-        lines.append("add --gpu h100-80gb, or another, for seconds per step, the largest micro-batch and settings")
+        lines.append("add --gpu NAME, such as h100-80gb, for seconds per step and the largest micro-batch")
     best = None
     if gib is not None:
         room, rows = found.room(gib), search.largest_rows(run, gib)

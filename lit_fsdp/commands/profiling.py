@@ -26,7 +26,7 @@ def run_profile(argv: Sequence[str]) -> int:
     )
     example = "lit-fsdp profile -c recipes/quickstart.yaml -c configs/debug/smoke.yaml"
     parser = verb_parser("profile", text, example, RECIPE)
-    parser.add_argument("--steps", type=int, default=3, help="optimizer steps to profile, after two others; default: 3")
+    parser.add_argument("--steps", type=int, default=3, help="steps to profile, after two warm-up steps; default: 3")
     parser.add_argument("--json", action="store_true", help="JSON instead of tables on standard output")
     options, words = parser.parse_known_args(argv)
     from lit_fsdp.metrics.trace import WARMUP_STEPS, advice

@@ -48,16 +48,16 @@ def _ls(argv: Sequence[str]) -> int:
 
 def _show(argv: Sequence[str]) -> int:
     parser = verb_parser("recipes show", "Print a recipe or a fragment.", "lit-fsdp recipes show debug/smoke")
-    parser.add_argument("name", help="as ls calls it")
+    parser.add_argument("name", help="name as printed by recipes ls")
     print(find_shipped(parse(parser, argv).name).read_text(encoding="utf-8"), end="")
     return 0
 
 
 def _cp(argv: Sequence[str]) -> int:
     example = "lit-fsdp recipes cp smollm2-135m_full_fsdp2_2xcpu my.yaml"
-    parser = verb_parser("recipes cp", "Copy a recipe or a fragment, to change it.", example)
-    parser.add_argument("name", help="as ls calls it")
-    parser.add_argument("dest", nargs="?", default=".", help="file, or folder; missing folders are made (default: .)")
+    parser = verb_parser("recipes cp", "Copy a recipe or a fragment for editing.", example)
+    parser.add_argument("name", help="name as printed by recipes ls")
+    parser.add_argument("dest", nargs="?", default=".", help="file, or folder; created if missing (default: .)")
     options = parse(parser, argv)
     source, copy = find_shipped(options.name), Path(options.dest)
     if options.dest.endswith("/") or copy.is_dir():

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _EXAMPLE = "lit-fsdp slurm {} -c recipes/quickstart.yaml -c configs/debug/smoke.yaml"
 _TEXTS = {
     "render": "print the sbatch file of a recipe; problems go to standard error",
-    "submit": "submit it unless checks fail, and print the job ID",
+    "submit": "submit the job unless a check fails, and print its ID",
 }
 _FLAGS = ("time", "partition", "account", "container")
 _SIZES = {"nodes": ("slurm.nodes", "trainer.num_nodes"), "gpus_per_node": ("slurm.gpus_per_node", "trainer.devices")}
@@ -36,7 +36,7 @@ def _render_or_submit(verb: str, argv: Sequence[str]) -> int:
     text = "Run a recipe as a job on a SLURM cluster; all recipe keys are flags, too."
     parser = verb_parser(f"slurm {verb}", text, _EXAMPLE.format(verb), RECIPE)
     parser.add_argument("--nodes", type=int, help="nodes of the job: slurm.nodes and trainer.num_nodes")
-    parser.add_argument("--gpus-per-node", type=int, help="GPUs per node, one process each; trainer.devices follows")
+    parser.add_argument("--gpus-per-node", type=int, help="GPUs per node, one process each; sets trainer.devices")
     for name in _FLAGS:
         parser.add_argument(f"--{name}", help=f"slurm.{name}")
     if verb == "submit":
@@ -60,7 +60,7 @@ def _render_or_submit(verb: str, argv: Sequence[str]) -> int:
         print(text, file=sys.stderr)
         return 0
     if errors and not options.force:
-        print(f"not submitted: {len(errors)} error(s); --force submits all the same", file=sys.stderr)
+        print(f"not submitted: {len(errors)} error(s); --force submits anyway", file=sys.stderr)
         return 1
     number = submit(job, values)
     print(number, flush=True)

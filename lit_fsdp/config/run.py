@@ -133,9 +133,9 @@ class TrainerConfig:
     val_check_interval: int | float | str | None = None
     """Micro-batches or share of an epoch between validations."""
     limit_train_batches: int | float | None = None
-    """Only 1.0; use trainer.max_steps to end a run early."""
+    """Must be 1.0; use trainer.max_steps to end a run early."""
     overfit_batches: int | float = 0.0
-    """Only 0."""
+    """Must be 0."""
     fast_dev_run: bool | int = False
     """Run this many batches and save nothing."""
     default_root_dir: str | None = None

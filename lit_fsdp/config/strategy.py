@@ -120,8 +120,8 @@ class ActivationConfig:
     n: int | None = None
     """With every_n: one block in n is recomputed; default 2."""
     tiles: int | None = None
-    """With full and every_n: number of tiles of positions in which recomputed blocks process a feed-forward layer one
-    after the other, with one more recomputation; not in mixtures of experts; null: all at once."""
+    """With full and every_n: number of tiles of positions. Recomputed blocks process a feed-forward layer one tile at a
+    time, which costs one more recomputation; not for mixtures of experts; null: no tiles."""
     memory_budget: float | None = None
     """With memory_budget: share of activation memory the compiler may keep, 0 (as full) to 1 (as none); default 0.5."""
     offload_activations: bool = False
@@ -159,7 +159,8 @@ class StrategyConfig:
     engine: Engine = "fsdp2"
     """fsdp2 is torch's fully_shard, fsdp1 its FullyShardedDataParallel; ddp and single do not shard the model."""
     sharding: Sharding = "full_shard"
-    """What is sharded: everything, gradients and optimizer state, nothing, or the first two within a replica."""
+    """full_shard: parameters, gradients and optimizer state; shard_grad_op: gradients and optimizer state; no_shard:
+    nothing; hybrid_shard and hybrid_shard_zero2: like the first two, within each copy of the model."""
     shard_degree: int | None = None
     """Number of ranks that shard one copy of the model; -1: all ranks left by replicate_degree."""
     replicate_degree: int | None = None

@@ -21,25 +21,25 @@ _FSDP: Table = {
     "cpu_ram_efficient_loading": Keep("cpu_ram_efficient_loading", why="if true, each rank reads its own shards"),
     "state_dict_type": Keep("state_dict", _STATE_DICTS),
     "use_orig_params": Drop("parameters keep their own names here; the losses are the same"),
-    "mixed_precision_policy": Drop("accelerate launch ignores it: mixed_precision decides"),
+    "mixed_precision_policy": Drop("accelerate launch ignores it and uses mixed_precision"),
     "ignored_modules": Drop("every parameter is in a unit here", OFF),
     **rows("xla xla_*", Drop("FSDP through XLA is for TPUs", OFF)),
 }
 _VERSION_1: Table = {
     "sharding_strategy": Keep("sharding", SHARDINGS),
-    "reshard_after_forward": Drop("version 1 does not read it: sharding_strategy decides"),
+    "reshard_after_forward": Drop("version 1 ignores it and uses sharding_strategy"),
     "backward_prefetch": Keep("backward_prefetch", _PREFETCH),
     "forward_prefetch": Keep("forward_prefetch"),
     "sync_module_states": Keep("sync_module_states"),
-    "limit_all_gathers": Drop("accelerate launch does not read it and always limits them"),
+    "limit_all_gathers": Drop("accelerate launch ignores it and always limits all-gathers"),
 }
 _VERSION_2: Table = {
-    "sharding_strategy": Drop("version 2 does not read it: reshard_after_forward decides"),
+    "sharding_strategy": Drop("version 2 ignores it and uses reshard_after_forward"),
     "reshard_after_forward": Keep("sharding", {"true": "full_shard", "false": "shard_grad_op"}),
     "backward_prefetch": Drop("version 2 always gathers as backward_prefetch: pre does"),
-    "forward_prefetch": Drop("version 2 does not read it; forward_prefetch: true exists here"),
-    "sync_module_states": Drop("version 2 always starts from rank 0"),
-    "limit_all_gathers": Drop("version 2 always limits them"),
+    "forward_prefetch": Drop("version 2 ignores it; lit_fsdp supports forward_prefetch: true"),
+    "sync_module_states": Drop("version 2 always broadcasts from rank 0"),
+    "limit_all_gathers": Drop("version 2 always limits all-gathers"),
 }
 _KINDS = {"NO": "single", "FSDP": "fsdp", "MULTI_GPU": "ddp", "MULTI_CPU": "ddp"}
 _POLICIES = {"TRANSFORMER_BASED_WRAP": "classes", "SIZE_BASED_WRAP": "min_num_params", "NO_WRAP": "auto"}
@@ -50,7 +50,7 @@ _ACCELERATE: Table = {
     **rows("machine_rank main_* rdzv_backend same_network mpirun_config enable_cpu_affinity", _STARTS),
     "debug": Drop("it only checks shapes"),
     **rows("tpu_* command_file commands downcast_bf16 megatron_lm_config", Drop("distributed_type does not use it")),
-    "fp16": Drop("mixed_precision decides", OFF),
+    "fp16": Drop("mixed_precision applies", OFF),
     "fp8_config": Drop("torchao's fp8 has its own options"),
     **rows("dynamo_backend dynamo_config.backend",
            Keep("compile", {"NO": False, "INDUCTOR": True}, "block by block", "only inductor compiles blocks")),

@@ -70,7 +70,7 @@ _AXOLOTL: Table = {
                        "mistralforcausallm mixtralforcausallm qwen2forcausallm gemmaforcausallm phiforcausallm"),
     **rows("shuffle_merged_datasets dataset_prepared_path dataset_processes tokenizer_type tokenizer_use_fast "
            "is_*_derived_model strict wandb_* mlflow_* comet_* use_wandb use_mlflow use_comet use_tensorboard "
-           "use_trackio use_otel_metrics hf_*", Drop("model, data, trainer.logger and the command decide")),
+           "use_trackio use_otel_metrics hf_*", Drop("set by model, data, trainer.logger and the command")),
     **rows("load_in_8bit lora_* peft_* loraplus_* relora* bnb_config_kwargs s2_attention rpo_alpha cpo_alpha trl qat "
            "fp8 float16 bfloat16 gptq early_stopping_patience loss_watchdog_* embedding_lr* lr_groups batch_size "
            "base_model_config revision_of_model unfrozen_parameters default_system_message chat_template_jinja "
@@ -178,7 +178,7 @@ def _adapter(conversion: Conversion, source: Source) -> None:
 
 
 def _precision(conversion: Conversion, source: Source) -> None:
-    """Convert the switches; bf16 is the default and the dtype of loaded weights, and only FSDP trains these in fp32."""
+    """Convert the precision switches; bf16 is the default, also for loaded weights, which only FSDP trains in fp32."""
     fp16, bf16 = source.take("fp16", False), source.take("bf16", "auto")
     is_on = bf16.value in ("auto", "full") or bf16.on
     first = fp16.on and (bf16.value == "auto" or not is_on)

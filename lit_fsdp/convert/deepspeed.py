@@ -29,7 +29,7 @@ _DEEPSPEED: Table = {
     **under("bf16", _HALF),
     **under("bfloat16", _HALF),
     **under("fp16", _HALF),
-    "communication_data_type": Keep("precision.reduce_dtype", why="gradients are summed in it"),
+    "communication_data_type": Keep("precision.reduce_dtype", why="dtype of the gradient reduction"),
     "data_types.grad_accum_dtype": Drop("gradients are accumulated in fp32 here", "fp32 float32 float"),
     "gradient_clipping": Keep("trainer.gradient_clip_val"),
     **under("scheduler", {
@@ -55,7 +55,7 @@ _DEEPSPEED: Table = {
         "stage": None,
         **rows("offload_param.device offload_optimizer.device", _DEVICE),
         **rows("cpu_offload cpu_offload_param", Keep("cpu_offload", {"true": True, "false": None})),
-        **rows("offload_param.* offload_optimizer.* cpu_offload_use_pin_memory", Drop("torch offloads in its own way")),
+        **rows("offload_param.* offload_optimizer.* cpu_offload_use_pin_memory", Drop("it is for DeepSpeed's offload")),
         **rows("zero_hpz_partition_size mics_*", Drop("shard_degree shards over a subset of the ranks; same losses")),
         "zero_quantized_*": Drop("communication is not quantized here", OFF),
         "zenflow": Drop("every step updates all parameters here", OFF),
@@ -73,7 +73,7 @@ _DEEPSPEED: Table = {
            "wandb comet csv_monitor autotuning", Drop("it only prints or measures; see trainer.logger")),
     **rows("zero_allow_untested_optimizer zero_force_ds_cpu_optimizer prescale_gradients gradient_predivide_factor "
            "disable_allgather aio dataloader_drop_last", _INSIDE),
-    **rows("checkpoint elasticity", Drop("the checkpoint section decides; any number of ranks can resume")),
+    **rows("checkpoint elasticity", Drop("set by the checkpoint section; any number of ranks can resume")),
     "compile": Drop("set compile: true to compile each block"),
     **rows("sparse_gradients sparse_attention amp compression_training curriculum_learning data_efficiency "
            "progressive_layer_drop eigenvalue quantize_training tensor_parallel autotp_size sequence_parallel_size "

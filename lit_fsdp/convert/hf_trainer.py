@@ -57,13 +57,13 @@ ARGUMENTS: Table = {
            "group_by_length parallelism_config accelerator_config.split_batches",
            Drop("this method is not supported", OFF)),
     **rows("do_* overwrite_output_dir resume_from_checkpoint local_rank push_to_hub hub_* debug skip_memory_metrics",
-           Drop("the command decides: lit-fsdp fit, validate, export, --ckpt_path")),
+           Drop("set by the command: lit-fsdp fit, validate, export, --ckpt_path")),
     "logging_steps": Keep("trainer.log_every_n_steps", lambda key, value: int(number(key, value)) or None),
     **rows("logging_* log_* disable_tqdm report_to run_name project trackio_* include_*",
            Drop("logging is trainer.logger and trainer.log_every_n_steps")),
     **rows("prediction_loss_only eval_* batch_eval_metrics *_full_eval", Drop("the recipe configures validation")),
     **rows("save_* enable_jit_checkpoint load_best_model_at_end restore_callback_states_from_checkpoint "
-           "ignore_data_skip metric_for_best_model greater_is_better", Drop("the checkpoint section decides")),
+           "ignore_data_skip metric_for_best_model greater_is_better", Drop("set by the checkpoint section")),
     **rows("dataloader_* remove_unused_columns label_names length_column_name accelerator_config.*",
            Drop("the data module has its own loader, with whole global batches only")),
     **rows("torch_compile_mode gradient_checkpointing_kwargs activation_checkpointing_kwargs ddp_* use_cache "
@@ -123,11 +123,11 @@ _DPO: Table = {  # its DPOConfig
 
 
 _MASKS_OF_TRL = ("assistant_only_loss", "completion_only_loss", "dataset_text_field")
-"""Keys by which a file says which tokens its rows supervise."""
+"""Keys that select the supervised tokens."""
 
 
 def put_defaults_of_trl(conversion: Conversion, values: dict[str, Any], is_bf16: bool, is_dpo: bool) -> None:
-    """Set what TRL's configurations change of the defaults of TrainingArguments, where the file does not set it."""
+    """Apply TRL's defaults that differ from those of TrainingArguments to keys that the file does not set."""
     found = ["bf16"] if is_bf16 else []
     for key, path, value in (
         ("learning_rate", "model.optim.lr", 1e-6 if is_dpo else 2e-5),  # DPOConfig, SFTConfig
@@ -220,7 +220,7 @@ def convert_hf_trainer(
     in_bf16 = conversion.get("precision.mode")
     for word in words:
         if in_bf16:
-            conversion.drop(word, "the dtype of the weights decides")
+            conversion.drop(word, "the dtype of the weights applies")
         else:
             put_precision(conversion, word)
     if is_trl:
@@ -237,7 +237,7 @@ def convert_hf_trainer(
 
 
 def _put_dtype(conversion: Conversion, source: Source, has_adapters: bool, switches: list[Given]) -> None:
-    """Convert the dtype of loaded weights; bf16 ones are trained as such, but for FSDP's, which Accelerate upcasts."""
+    """Convert the dtype of loaded weights; bf16 weights are trained in bf16, but Accelerate upcasts them for FSDP."""
     dtype = source.take("dtype", "float32")
     word, is_mixed = str(dtype.value).removeprefix("torch."), switches[0].on
     if word == "bfloat16" and is_mixed and (has_adapters or conversion.get("engine").startswith("fsdp")):
@@ -294,7 +294,7 @@ def put_loop(
         conversion.keep(epochs, "trainer.max_epochs", whole, "whole epochs, or trainer.max_steps", differs=cut)
 
     if str(values.get("lr_scheduler_type")).lower() == "constant":
-        source.ignore("warmup_", "a constant schedule does not read it")
+        source.ignore("warmup_", "a constant schedule ignores it")
     warmup, share = source.take("warmup_steps", 0), source.take("warmup_ratio", 0)
     used, other = (warmup, share) if warmup.read(number) else (share, warmup)
     conversion.drop(other, "the other warm-up setting applies")

@@ -98,7 +98,7 @@ class Source:
         """Apply the table to the remaining keys in table order, then to keys that match patterns and unknown keys."""
         for name, row in self.table.items():
             if name in self._left:
-                self._apply(row or Drop("other keys decide"), self._left.pop(name))
+                self._apply(row or Drop("other keys apply"), self._left.pop(name))
         for name, given in self._left.items():
             row = next((row for pattern, row in self.table.items() if row and fnmatchcase(name, pattern)), None)
             if row:
@@ -159,7 +159,7 @@ def put_data_sets(
 
 
 def _of_files(where: str, files: str | list[str], split: str) -> tuple[list[str], str]:
-    """Return the locations of ``data_files``, and why they are other rows than ``datasets.load_dataset`` reads."""
+    """Return the locations of ``data_files``, and why their rows differ from those of ``datasets.load_dataset``."""
     found = files if isinstance(files, list) else [files]
     if where not in _LOADERS:
         found = [str(Path(where, file)) for file in found]

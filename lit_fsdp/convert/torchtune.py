@@ -59,7 +59,7 @@ _TORCHTUNE: Table = {
     **rows("tokenizer.* model.* checkpointer._component_ checkpointer.checkpoint_files checkpointer.model_type",
            Drop("the folder of the model defines it")),
     **rows("checkpointer.* save_* keep_last_n_checkpoints resume_from_checkpoint metric_logger.* profiler.* log_* "
-           "run_val_every_n_steps", Drop("checkpoint, trainer.logger and trainer.val_check_interval decide")),
+           "run_val_every_n_steps", Drop("set by checkpoint, trainer.logger and trainer.val_check_interval")),
     "ref_checkpointer.*": Drop("the reference is the model that training starts from"),
     **rows("custom_sharded_layers memory_efficient_fsdp_wrap ac_* low_cpu_ram optimizer_in_bwd cudnn* fsdp_* "
            "loss.num_output_chunks cp_rotate_method", Drop("it affects speed and memory, not results")),

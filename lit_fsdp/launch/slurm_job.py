@@ -236,7 +236,7 @@ def submit(job: Job, values: Mapping[str, Any]) -> str:
 
 
 def _recipe(job: Job, values: Mapping[str, Any]) -> str:
-    """The recipe for the job; secrets are refused, because no file of a run may contain them."""
+    """The recipe for the job; secrets are rejected, because no file of a run may contain them."""
     shown = redact_values(dict(values))
     if shown != values:
         key = next(iter(hidden_keys(shown)), "recipe")

@@ -100,9 +100,9 @@ def advice(records: Sequence[Mapping[str, Any]]) -> list[str]:
         pairs = zip(records, totals, strict=True)
         return max(sum(record["phases"][phase][column] for phase in phases) / total["all"] for record, total in pairs)
 
-    larger = "a larger data.micro_batch_size"
+    larger = "try a larger data.micro_batch_size"
     cases = [
-        (share("all", "data wait"), 0.1, "waits for data: data.num_workers: 2 reads ahead in processes"),
+        (share("all", "data wait"), 0.1, "is spent waiting for data: set data.num_workers: 2 to read ahead"),
         (share("exposed communication", *PHASES), 0.15, f"is exposed communication: {larger}, or shard_grad_op"),
         (share("idle", "forward", "backward"), 0.25, f"is idle between operators: {larger}, or compile: true"),
     ]

@@ -165,7 +165,7 @@ def _by_expert(
 class _Rows(torch.autograd.Function):
     """Gather rows of a tensor, each of which occurs ``times`` times; the backward pass gathers from ``places``.
 
-    That of indexing scatters instead, and accumulates in the dtype of the gradient.
+    The backward pass of indexing would scatter instead, and accumulate in the dtype of the gradient.
     """
 
     @staticmethod
@@ -181,7 +181,7 @@ class _Rows(torch.autograd.Function):
 
 
 def _padded(expert_S: torch.Tensor, ends_E: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The place of each row, and the ends, after padding the rows of each expert to a multiple of ``_PADDED_TO``.
+    """The new index of each row, and the ends, after padding each expert's rows to a multiple of ``_PADDED_TO``.
 
     oneDNN builds, and keeps, a bf16 kernel for each new number of rows: 3 ms each, for every expert in every step.
     """

@@ -67,14 +67,14 @@ def push(folder: Path, name: str, private: bool) -> str:
         ConfigError: The hub refuses it or cannot be reached, the repository is public despite ``private``, or it has
             files of another model, such as a chat template, that would be read with those of the folder.
     """
-    api, fix = HfApi(), f"the folder stays; once that is fixed run hf upload {name} {folder}"
+    api, fix = HfApi(), f"the folder is kept; after fixing this, run hf upload {name} {folder}"
     try:
         made = api.create_repo(name, private=private or None, exist_ok=True)
         is_public = private and not api.repo_info(made.repo_id).private  # existing ones keep their visibility
         given = f"{name} with --private, but it is public"
         require(not is_public, "--push-to-hub", given, "a private repository", fix)
         stale = [name for name in api.list_repo_files(made.repo_id) if _is_read(name) and not (folder / name).exists()]
-        given = f"{name} with {', '.join(stale[:5])}, which {folder} lacks and which would be read with its files"
+        given = f"{name} with {', '.join(stale[:5])}, which {folder} lacks and which would be loaded with its files"
         allowed, so = "a repository without them", f"hf repos delete-files {made.repo_id} {' '.join(stale)}; {fix}"
         require(not stale, "--push-to-hub", given, allowed, so)
         api.upload_folder(repo_id=made.repo_id, folder_path=folder, commit_message="Export by lit_fsdp")

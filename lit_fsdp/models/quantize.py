@@ -92,8 +92,8 @@ def pack(read: Callable[[slice], torch.Tensor], layer: Any, device: torch.device
     """Pack the whole weight and set the layer's ``quant_state`` for unpacking.
 
     ``read`` returns rows of the weight in dim 0, in the dtype of its file. Experts are read and packed one at a time,
-    because packing needs several copies in fp32 on a CPU. The bits are those of the whole, and the same weight gives
-    the same bits on the same kind of ``device``, where ``quant_state`` stays.
+    because packing needs several copies in fp32 on a CPU; the result is bit-equal to packing them together. The same
+    weight gives the same bits on the same kind of ``device``, where ``quant_state`` stays.
     """
     is_double = layer.double_quantization
     if not (isinstance(layer, PackedExperts) and layer.shape[1:].numel() % _BLOCK == 0):

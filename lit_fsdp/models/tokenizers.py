@@ -38,7 +38,7 @@ def load_tokenizer(source: ModelSource, config: ModelConfig) -> PreTrainedTokeni
     """Load the tokenizer of a model, with the tokens of ``model.add_tokens`` and a pad token.
 
     If it has no pad token, its end of text is used: labels are masked by position, never by token. Added tokens may
-    lack an embedding, like Gemma 3's image tokens: rows that contain such a token are refused.
+    lack an embedding, like Gemma 3's image tokens: rows that contain such a token are rejected.
 
     Raises:
         ConfigError: It is missing, cannot be read, has no token to pad with, or other tokens lack an embedding.
@@ -60,7 +60,7 @@ def load_tokenizer(source: ModelSource, config: ModelConfig) -> PreTrainedTokeni
     given, fix = f"{label} with {len(tokenizer)} tokens", "name the tokenizer that belongs to the model"
     require(tokenizer.added_tokens_encoder.keys() >= {*beyond}, field, given, allowed, fix)
     if beyond:
-        text = "%s: tokens without an embedding in the model; rows that contain them are refused: %s"
+        text = "%s: tokens without an embedding in the model; rows that contain them are rejected: %s"
         _log.warning(text, label, ", ".join(beyond[:5]) + (", …" if beyond[5:] else ""))
     return tokenizer
 

@@ -438,7 +438,7 @@ class EngineStrategy(ForeignParts):
     on_validation_start = on_test_start = on_predict_start = on_train_start
 
     def average_alone(self) -> None:
-        """Average gradients that no engine reduces, after a backward pass accumulated onto equal ones; collective."""
+        """Average gradients that no engine reduces, after a backward pass on top of equal gradients; collective."""
         alone = [p for p in self.replicated if p.requires_grad] if self.world_size > 1 else []
         has_grad = self._on_any_rank([p.grad is not None for p in alone]).tolist() if alone else []
         for param, has in zip(alone, has_grad, strict=True):

@@ -161,7 +161,7 @@ class ForeignParts(WatchedSteps):
         for callback in self.lightning_module.trainer.callbacks:
             average = getattr(callback, "_average_model", None)
             if average is not None and not average.n_averaged:
-                text = "%s has averaged nothing yet: the model and its checkpoints have the initial weights; "
+                text = "%s has not averaged yet: the model and its checkpoints have the initial weights; "
                 text += "the weights of the last step are current_model_state of a checkpoint"
                 _log.warning(text, type(callback).__name__)
 

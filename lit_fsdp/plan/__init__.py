@@ -1,1 +1,1 @@
-"""What a run would need, by a simulated step, and how long a step takes, by arithmetic."""
+"""Predict the memory of a run from a simulated step, and calculate the time of a step."""

@@ -117,7 +117,7 @@ def host_memory(run: RunConfig) -> dict[str, int]:
     """Compute the host memory in bytes of the ranks of a node, by kind and in ``total``.
 
     ``state`` is offloaded state, ``rounding`` the excess size of pinned blocks, ``staged`` the (pinned) copy for
-    background saves (for a checkpoint in one file, on the first node), ``processes`` everything else.
+    background saves (for a checkpoint in one file, on the first node), and ``processes`` everything else.
     """
     assert run.world_size is not None
     strategy, state, ranks = settled_strategy(run), _largest_state(run), run.world_size // run.num_nodes

@@ -205,11 +205,11 @@ def _lighter(run: RunConfig) -> Iterator[tuple[str, Choice | None]]:
     for fewer in [n for n in range(rows - 1, 0, -1) if rows % n == 0 and may_accumulate][:1]:
         steps = (run.data.global_batch_size or 0) // (fewer * run.data_ranks)
         changes = {"data.micro_batch_size": fewer, "trainer.accumulate_grad_batches": steps}
-        yield f"accumulates over {steps}: the same global batch", Choice(with_rows(run, fewer), changes)
+        yield f"accumulates over {steps} micro-batches; same global batch", Choice(with_rows(run, fewer), changes)
     whole = _WHOLE if run.strategy.is_sharded else {"engine": "fsdp2", **_WHOLE}
     yield "blocks are recomputed", changed(run, {"activation_checkpointing": "full"})
     if world > 1:
-        yield "each rank keeps its share", changed(run, whole)
+        yield "weights, gradients and optimizer state are sharded", changed(run, whole)
     if run.strategy.engine == "fsdp2" and world % (2 * degree) == 0:
         steps = (run.data.global_batch_size or 0) // (rows * world // (2 * degree))
         choice = changed(run, {"context_parallel": 2 * degree})
@@ -217,7 +217,7 @@ def _lighter(run: RunConfig) -> Iterator[tuple[str, Choice | None]]:
             choice.changes["trainer.accumulate_grad_batches"] = steps
         yield f"{2 * degree} ranks share each row", choice
     if run.trainer["accelerator"] != "cpu":
-        yield "shards are on the host, slower", changed(run, {**whole, "cpu_offload": True})
+        yield "shards are in host memory; slower", changed(run, {**whole, "cpu_offload": True})
     yield "LoRA", changed(run, {}, lora)
     if smaller := _on_4_bits(lora):
         yield "QLoRA", changed(run, {}, smaller)

@@ -1,1 +1,1 @@
-"""What a run or an audit found, for people to read."""
+"""Human-readable reports of runs and audits."""

@@ -273,10 +273,10 @@ def test_one_of_two_ranks_out_of_memory_says_what_takes_less(tmp_path: Path) -> 
     words = ["fit", *SMOKE, "--allow-imports", "short", "--trainer.callbacks+=short.Short"]
     other, failed = command(2, [*words, "--data.micro_batch_size=2"], tmp_path)
     assert failed.code == 1, failed.output
-    before, headline, after = failed.err.partition("Each of these options alone needs less memory")
+    before, headline, after = failed.err.partition("Each of these options alone saves memory")
     assert "can't allocate memory" in before
     assert headline not in after
-    assert "accumulates over 2: the same global batch  --data.micro_batch_size 1" in after
+    assert "accumulates over 2 micro-batches; same global batch  --data.micro_batch_size 1" in after
     assert "--model.lora.target_modules all-linear" in after
     assert other.code not in (0, None)
     assert headline not in other.output

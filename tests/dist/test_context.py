@@ -119,7 +119,7 @@ def test_faults_are_found(tiny_model: Path, tmp_path: Path) -> None:
     job["strategy"] = {"engine": "fsdp2", "context_parallel": 2}
     (wanted, _) = on_ranks("faulty_run", 2, fault="none", run=tmp_path / "none", **job)
     for fault, words in (
-        ("positions", "but then llama computes other results: the states of a row change"),
+        ("positions", "with which llama gives other results: the hidden states of a row change"),
         ("leak", "a sample changes by"),
     ):
         with pytest.raises(RankError, match=words):

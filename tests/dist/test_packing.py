@@ -59,8 +59,8 @@ def test_what_leaks_is_refused_on_all_ranks(tiny_model: Path, tmp_path: Path) ->
     for how, words in {
         "mask": "a sample changes by",
         "2d": "a 2-D attention_mask",
-        "positions": "the states depend on the position in the pack",
-        "scale": "beyond 319 tokens its scale of queries depends on the position in the row",
+        "positions": "hidden states depend on the position in the pack",
+        "scale": "beyond 319 tokens it scales queries by their position in the row",
     }.items():
         job = {"folder": tiny_model, "run": tmp_path / how, "strategy": {"engine": "fsdp2"}, "how": how}
         with pytest.raises(RankError, match=words) as refused:

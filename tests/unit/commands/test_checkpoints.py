@@ -101,7 +101,7 @@ def test_what_is_no_run(run: Callable[..., Path], tmp_path: Path):
     file = str(run(1) / "state.json")
     for verb in ("ls", "verify"):
         for given in ("rum", file):
-            with pytest.raises(ConfigError, match="which is no folder"):
+            with pytest.raises(ConfigError, match="which is not a folder"):
                 commands.run(["ckpt", verb, given])
         with pytest.raises(CheckpointError, match="so this is not a checkpoint"):
             commands.run(["ckpt", verb, "empty"])

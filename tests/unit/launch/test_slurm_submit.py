@@ -41,7 +41,7 @@ def test_render_prints_the_script_whatever_it_finds_and_submit_refuses_unless_fo
     assert not Path("run").exists()
     assert slurm_command("submit", *wrong) == 1
     out, err = capsys.readouterr()
-    assert (out, "not submitted: 1 error(s); --force submits all the same" in err) == ("", True)
+    assert (out, "not submitted: 1 error(s); --force submits anyway" in err) == ("", True)
     assert slurm.words("sbatch") is None
     assert slurm_command("submit", *wrong, "--force") == 0
     assert capsys.readouterr().out == "4711\n"

@@ -68,7 +68,7 @@ def test_a_token_without_an_embedding_refuses_the_rows_that_hold_it(saved, tmp_p
     module = CausalLMModule(name=str(folder))
     pad, good = miniature_tokenizer().pad_token_id, {"prompt": "a", "completion": "b"}
     assert (pad, module.tokenizer.pad_token_id, pad_id(module.tokenizer, module.num_embeddings)) == (pad, pad, pad - 1)
-    assert caplog.text.count("without an embedding in the model; rows that contain them are refused: <|pad|>\n") == 1
+    assert caplog.text.count("without an embedding in the model; rows that contain them are rejected: <|pad|>\n") == 1
     owner = SimpleNamespace(tokenizer=module.tokenizer, num_embeddings=module.num_embeddings)
     trainer = SimpleNamespace(world_size=1, global_rank=0, global_step=0, lightning_module=owner)
     trainer.strategy = SimpleNamespace(root_device=torch.device("cpu"))

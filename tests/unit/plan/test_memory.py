@@ -287,7 +287,7 @@ def test_each_line_saves_what_it_says():
         assert rank_memory(run).peak - rank_memory(pasted).peak == one["num_bytes"], one["flags"]
         assert pasted.data.global_batch_size == 64
     assert found[0]["flags"] == "--data.micro_batch_size 2 --trainer.accumulate_grad_batches 4"
-    assert found[0]["remark"] == "accumulates over 4: the same global batch"
+    assert found[0]["remark"] == "accumulates over 4 micro-batches; same global batch"
 
 
 def test_savings_follow_the_recipe():
