@@ -40,6 +40,9 @@ _LIKELY = {
     "completion": _ANSWERS,
     "input": ("context",),
     "system": ("system_prompt", "system_message"),
+    "prompt": ("input",),
+    "chosen": ("preferred_output",),
+    "rejected": ("non_preferred_output",),
 }
 """Common names of our columns in other data."""
 _QUESTIONS = ("instruction", "question", "query", "input", "messages", "conversations")
@@ -134,10 +137,15 @@ def preference_sides(row: Mapping[str, Any], location: str) -> list[dict[str, An
     sides = (row.get("chosen"), row.get("rejected"))
     chosen, rejected = ([side] if isinstance(side, Mapping) else side for side in sides)  # as in LLaMA-Factory
     prompt = row.get("prompt")
+    if isinstance(prompt, Mapping) and "messages" in prompt:  # as in OpenAI's preference files
+        row = {**row, **{name: prompt[name] for name in ("tools",) if prompt.get(name)}}
+        prompt = prompt["messages"]
     kind = str if isinstance(chosen, str) else (list, tuple)
     if not isinstance(chosen, kind) or not isinstance(rejected, kind):
         given = f"chosen is {_shown(chosen)} and rejected {_shown(rejected)}"
-        raise DataError(f"{location}: {given}\n  allowed: two texts, or two lists of messages")
+        columns = ", ".join(f"{ours}: {theirs}" for ours, theirs in _likely(set(map(str, row))).items())
+        fix = f"\n  fix:     set data.columns: {{{columns}}}" if columns else ""
+        raise DataError(f"{location}: {given}\n  allowed: two texts, or two lists of messages{fix}")
     if prompt is None or (isinstance(prompt, str) and kind is not str):
         if chosen == rejected:
             raise DataError(f"{location}: chosen and rejected are equal\n  fix:     remove the row")

@@ -20,10 +20,10 @@ _STATM = Path("/proc/self/statm")
 class Trimmer:
     """Trims the heap between blocks, in both passes, if the resident set exceeds its largest value after a trim.
 
-    glibc keeps freed memory (up to 32 MiB per allocation) for later, and before 2.39 cannot reuse much of it for aligned
-    tensors (``findings/heap-grows-to-twice-the-tensors-by-thread-caches.sh``): at long rows, half as much as is in use.
-    Returned memory costs page faults when it is used again, so only that near the peak is returned: the limit rises
-    during the first step. ``_SLACK`` is the accepted share above the limit. Delete this class when glibc 2.39 is the
+    glibc keeps freed memory (up to 32 MiB per allocation) for later, but before 2.39 cannot reuse much of it for tensors
+    (``findings/heap-grows-to-twice-the-tensors-by-thread-caches.sh``): at long rows, half as much as is in use. Returned
+    memory costs page faults when it is used again, so only that near the peak is returned: the limit rises during the
+    first step. ``_SLACK`` is the accepted share above the limit. Delete this class when glibc 2.39 is the
     oldest release to support.
     """
 

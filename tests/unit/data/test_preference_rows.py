@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from lit_fsdp import CausalLMDataModule
 from lit_fsdp.config.data import DataConfig
 from lit_fsdp.data.encode import CUT, EncodedRow
+from lit_fsdp.data.formats import find_format, preference_sides
 from lit_fsdp.data.stream import SampleStream, prepare_samples
 from lit_fsdp.errors import ConfigError, DataError
 from tests.unit.data.conftest import byte_level_tokenizer, encoder_of, metaspace_tokenizer, write_rows
@@ -61,6 +63,22 @@ def test_both_sides_are_cut_behind_the_same_tokens():
         prompts = [side.input_ids[~side.supervised].tolist() for side in found.samples]
         assert prompts[0] == prompts[1][: len(prompts[0])], limit
         assert len(prompts[0]) == limit - 5
+
+
+def test_preferences_as_openai_has_them():
+    columns = {"prompt": "input", "chosen": "preferred_output", "rejected": "non_preferred_output"}
+    row = {"input": {"messages": [HI], "tools": []}, "preferred_output": [YO], "non_preferred_output": [NO]}
+    shown = re.escape("chosen: preferred_output, rejected: non_preferred_output, prompt: input")
+    with pytest.raises(DataError, match=rf"set data\.columns: {{{shown}}}"):
+        _encode(row, "preference", template=CHATML)
+    with pytest.raises(DataError, match=rf"data\.columns: {{{shown}}}"):
+        find_format(set(row), "x")
+    mapped = {ours: row[theirs] for ours, theirs in columns.items()}
+    plain = {"prompt": [HI], "chosen": [YO], "rejected": [NO]}
+    found, wanted = (_encode(one, "preference", template=CHATML).samples for one in (mapped, plain))
+    assert [side.input_ids.tolist() for side in found] == [side.input_ids.tolist() for side in wanted]
+    mapped["prompt"] = {"messages": [HI], "tools": [{"name": "f"}]}
+    assert [side["tools"] for side in preference_sides(mapped, "x")] == [[{"name": "f"}]] * 2
 
 
 def test_bad_rows_are_named_in_one_sentence():
