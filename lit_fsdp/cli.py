@@ -498,9 +498,7 @@ class RecipeCLI(LightningCLI):
         if any(isinstance(process, subprocess.Popen) for process in procs):
             LAUNCHED_RANKS.children.extend(procs)
             procs.clear()  # Lightning's observer of this list would kill this process once a child ends
-        killed = LAUNCHED_RANKS.killed()
-        LAUNCHED_RANKS.end(grace_seconds)
-        return killed
+        return LAUNCHED_RANKS.end(grace_seconds)
 
 
 class _Reader(RecipeCLI):

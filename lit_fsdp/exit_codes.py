@@ -52,7 +52,7 @@ def _exit_code_of(act: Callable[[], int], debug: bool) -> int:
         return _say(str(error), 2)
     except (CheckpointError, ContractError, DataError, NonFiniteGradientError) as error:
         lost = _lost(error)
-        is_lost = lost or " lost contact with another rank: " in str(error)  # in a save or load
+        is_lost = bool(lost) or " lost contact with another rank: " in str(error)  # in a save or load
         return _say("\n".join([str(error), *(error.__notes__ if lost else ())]), EXIT_LOST if is_lost else 1)
     except KeyboardInterrupt:
         return _say("interrupted", 130) if is_first_process() else 130
@@ -61,15 +61,17 @@ def _exit_code_of(act: Callable[[], int], debug: bool) -> int:
         return 1
     except Exception as error:
         lost = _lost(error)
-        if lost and not debug and (cause := _CLOSED.search(str(error))):  # the traceback of the other rank matters
-            return _say("\n".join([f"{cause[0]}: {error.__notes__[0]}", *error.__notes__[1:]]), EXIT_LOST)
+        closed = _CLOSED.search(str(error)) if lost and isinstance(error, RuntimeError) else None
+        if closed and not debug:  # the traceback of the rank that ended is the one to read
+            others = [note for note in error.__notes__ if note != lost]
+            return _say("\n".join([f"{closed[0]}: {lost}", *others]), EXIT_LOST)
         traceback.print_exc()
         return EXIT_LOST if lost else 1
 
 
-def _lost(error: BaseException) -> bool:
-    """Whether the strategy has noted that other ranks caused the failure."""
-    return any(" lost contact: " in note for note in getattr(error, "__notes__", ()))
+def _lost(error: BaseException) -> str:
+    """Return the strategy's note that other ranks caused the failure; empty without one."""
+    return next((note for note in getattr(error, "__notes__", ()) if " lost contact: " in note), "")
 
 
 def _say(text: str, code: int) -> int:

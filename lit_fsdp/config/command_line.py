@@ -121,7 +121,7 @@ class CommandLine:
         kept, is_gone = list[str](), False
         for word in self.words:
             is_gone = word.partition("=")[0] == f"--{key}" if word.startswith("--") else is_gone
-            kept += [] if is_gone else [word]
+            kept += [] if is_gone or word == key else [word]
         self.words, self.dropped = kept, [*self.dropped, key]
 
     @property
@@ -245,11 +245,14 @@ def short_form(section: Any) -> tuple[str | None, Any]:
 
 
 def _without(values: Any, parts: Sequence[str]) -> Any:
-    """Return a mapping without the key at this path."""
-    if not isinstance(values, dict) or parts[0] not in values:
+    """Return a mapping, or those in a list, without the key at this path."""
+    if isinstance(values, list):
+        return [_without(one, parts) for one in values]
+    if not isinstance(values, dict):
         return values
-    rest = {name: value for name, value in values.items() if name != parts[0]}
-    return {**rest, parts[0]: _without(values[parts[0]], parts[1:])} if parts[1:] else rest
+    first, *rest = parts
+    kept = {key: value for key, value in values.items() if key != ".".join(parts) and (key != first or rest)}
+    return {key: _without(value, rest) if key == first else value for key, value in kept.items()}
 
 
 def _class_name(logger: Any) -> str:

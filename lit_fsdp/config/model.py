@@ -37,7 +37,7 @@ class OptimConfig:
     warmup_steps: int = 0
     """Optimizer steps over which the learning rate rises linearly to its peak."""
     warmup_ratio: float = 0.0
-    """Warm-up as a share of the run's optimizer steps, rounded up as in transformers; replaces warmup_steps."""
+    """Warm-up as a share of the run's optimizer steps, rounded up as in transformers; instead of warmup_steps."""
     min_lr_ratio: float = 0.0
     """Learning rate at the end of the run as a share of the peak, 0 to 1."""
     optimizer: str = ADAMW

@@ -41,6 +41,11 @@ _RecipeLoader.yaml_implicit_resolvers = {
     first: [(tag, one) for tag, one in resolvers if tag.rpartition(":")[2] not in ("int", "float", "timestamp")]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
+_SECTIONS = {
+    *("trainer", "trainer.strategy", "trainer.strategy.init_args", "checkpoint", "resume", "samples", "slurm"),
+    *("model", "model.init_args", "model.optim", "model.lora", "model.preference", "data", "data.init_args"),
+}
+"""Mappings of a recipe whose keys may be dotted."""
 _INT = re.compile(r"[-+]?(0|[1-9][0-9_]*)$")
 _FLOAT = re.compile(r"[-+]?((\d[\d_]*\.?\d*|\.\d+)[eE][-+]?\d+|\d[\d_]*\.\d*|\.\d+|\.(inf|Inf|INF))$|\.nan$")
 _RecipeLoader.add_implicit_resolver("tag:yaml.org,2002:int", _INT, list("-+0123456789"))
@@ -50,10 +55,37 @@ _RecipeLoader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0
 def load_yaml(text: str) -> Any:
     """Parse YAML text."""
     values = yaml.load(text, _RecipeLoader)  # noqa: S506 (a SafeLoader)
+    values = _nested(values) if isinstance(values, dict) else values
     trainer: Any = values.get("trainer") if isinstance(values, dict) else None
     if isinstance(trainer, dict) and trainer.get("strategy") == FACTORY:
         trainer["strategy"] = {"class_path": FACTORY}
     return values
+
+
+def _nested(values: dict[Any, Any], path: str = "") -> dict[Any, Any]:
+    """Move dotted keys (``model.optim.lr: 1e-4``) into their sections, wherever these are written.
+
+    jsonargparse 4.53 accepts such keys, but loses those that come before their section in the file
+    (``findings/a-dotted-key-before-its-section-is-lost.sh``).
+    """
+    found: dict[Any, Any] = {}
+    for key, value in values.items():
+        name, dot, rest = str(key).partition(".")
+        if f"{path}{name}" not in _SECTIONS:
+            found[key] = value
+            continue
+        given = {rest: value} if dot else value
+        given = _nested(given, f"{path}{name}.") if isinstance(given, dict) else given
+        found[name] = _merged(found[name], given, f"{path}{name}") if name in found else given
+    return found
+
+
+def _merged(one: Any, other: Any, path: str) -> Any:
+    """Merge two parts of a section; a key may occur in one of them only."""
+    if not isinstance(one, dict) or not isinstance(other, dict):
+        raise yaml.constructor.ConstructorError(None, None, f"key {path} occurs twice")
+    both = {key: _merged(one[key], other[key], f"{path}.{key}") for key in one.keys() & other.keys()}
+    return one | other | both
 
 
 def use_loader(own_model: bool = True, change: Callable[[Any], Any] = lambda values: values) -> None:

@@ -136,15 +136,14 @@ def preference_sides(row: Mapping[str, Any], location: str) -> list[dict[str, An
     """
     sides = (row.get("chosen"), row.get("rejected"))
     chosen, rejected = ([side] if isinstance(side, Mapping) else side for side in sides)  # as in LLaMA-Factory
+    row = _with_flat_prompt(row)
     prompt = row.get("prompt")
-    if isinstance(prompt, Mapping) and "messages" in prompt:  # as in OpenAI's preference files
-        row = {**row, **{name: prompt[name] for name in ("tools",) if prompt.get(name)}}
-        prompt = prompt["messages"]
     kind = str if isinstance(chosen, str) else (list, tuple)
     if not isinstance(chosen, kind) or not isinstance(rejected, kind):
         given = f"chosen is {_shown(chosen)} and rejected {_shown(rejected)}"
-        columns = ", ".join(f"{ours}: {theirs}" for ours, theirs in _likely(set(map(str, row))).items())
-        fix = f"\n  fix:     set data.columns: {{{columns}}}" if columns else ""
+        likely = _likely(set(map(str, row)))
+        columns = ", ".join(f"{ours}: {theirs}" for ours, theirs in likely.items())
+        fix = f"\n  fix:     set data.columns: {{{columns}}}" if {"chosen", "rejected"} & likely.keys() else ""
         raise DataError(f"{location}: {given}\n  allowed: two texts, or two lists of messages{fix}")
     if prompt is None or (isinstance(prompt, str) and kind is not str):
         if chosen == rejected:
@@ -164,6 +163,15 @@ def preference_sides(row: Mapping[str, Any], location: str) -> list[dict[str, An
     names = ("system", "tools", "functions", "chat_template_kwargs")
     more = {name: row[name] for name in names if row.get(name) is not None}
     return [{**more, "prompt": prompt, "completion": completion} for completion in (chosen, rejected)]
+
+
+def _with_flat_prompt(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Replace a prompt of OpenAI's preference files, a mapping with ``messages`` and ``tools``, by its parts."""
+    prompt = row.get("prompt")
+    if not isinstance(prompt, Mapping) or "messages" not in prompt or (row.get("tools") and prompt.get("tools")):
+        return row  # the last is rejected: a prompt is no mapping
+    tools = {"tools": prompt["tools"]} if prompt.get("tools") else {}
+    return {**row, **tools, "prompt": prompt["messages"]}
 
 
 def to_conversation(
@@ -216,7 +224,7 @@ def to_conversation(
 
 def map_turns(row: Mapping[str, Any], turns: TurnsConfig) -> dict[str, Any]:
     """Return the row with the keys and roles of its messages, in any column, renamed by ``data.turns``."""
-    found, gone, roles = dict(row), {*turns.keys, *turns.keys.values()}, turns.roles or {}
+    found, gone, roles = dict(_with_flat_prompt(row)), {*turns.keys, *turns.keys.values()}, turns.roles or {}
     for column in ("messages", "conversations", "prompt", "completion", "chosen", "rejected"):
         value = found.get(column)
         if column in ("messages", "conversations"):

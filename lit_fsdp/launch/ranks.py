@@ -61,21 +61,19 @@ class Ranks:
             os.close(self._go)
             self._go = -1
 
-    def killed(self) -> str:
-        """Name the ranks that a signal has ended, one sentence each; empty if there are none."""
-        codes = {rank: child.poll() or 0 for rank, child in enumerate(self.children, 1)}
-        return "\n".join(f"rank {rank} {_ending(code)}" for rank, code in codes.items() if code < 0)
-
-    def end(self, grace_seconds: float) -> None:
-        """Kill ranks that have not ended after ``grace_seconds``."""
+    def end(self, grace_seconds: float) -> str:
+        """Kill ranks that have not ended after ``grace_seconds``; return a line for each that a signal had ended."""
         deadline = time.monotonic() + grace_seconds
         children, self.children = self.children, []
         for child in children:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(max(0.0, deadline - time.monotonic()))
+        first = 1 + int(os.environ.get("NODE_RANK") or 0) * (len(children) + 1)
+        codes = {rank: child.poll() or 0 for rank, child in enumerate(children, first)}
         for child in children:
             if child.poll() is None:
                 child.kill()
+        return "\n".join(f"rank {rank} {_ending(code)}" for rank, code in codes.items() if code < 0)
 
     def _watch(self, children: list[subprocess.Popen[bytes]]) -> None:
         """End the run if a rank fails and this process does not notice because it waits in a collective."""
@@ -97,7 +95,8 @@ def _ending(code: int) -> str:
     if code >= 0:
         return f"ended with exit code {code}"
     memory = ": the host may have run out of memory (see dmesg)" if -code == signal.SIGKILL else ""
-    return f"was ended by {signal.Signals(-code).name}{memory}"
+    name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+    return f"was ended by {name}{memory}"
 
 
 LAUNCHED_RANKS = Ranks()

@@ -59,7 +59,7 @@ def _tiny(param: torch.Tensor) -> torch.Tensor:
 
 
 def _copy_on(make: Callable[..., torch.Tensor], optimizer: Optimizer) -> Any:
-    """Copy an optimizer and its state onto tensors made from its parameters, one tensor per shape, dtype and layout."""
+    """Copy an optimizer and its state onto tensors made from its parameters, one tensor per group, shape and dtype."""
     held = [
         one for value in vars(optimizer).values() for one in (value if isinstance(value, list | tuple) else [value])
     ]

@@ -192,6 +192,19 @@ def test_files_and_rows_that_are_none(load: Any, tmp_path: Path) -> None:
         ("twice.yaml", "(key trainer occurs twice in line 3)"),
     ):
         assert needle in str(refused(load_recipe, ["--config", str(tmp_path / name)], "fit"))
+    # a dotted key belongs to its section, in any order
+    for text in ("data.train: x\ndata: {val: y}\n", "data: {val: y}\ndata.train: x\n", "data: {train: x}\ndata.val: y"):
+        assert load_yaml(text) == {"data": {"train": "x", "val": "y"}}
+    dotted = "model.optim.lr: 5\nmodel: {optim: {eps: 1}, optim.beta1: 2}\ndata.val: {a.b: x}\nmodel.name: n"
+    wanted = {"name": "n", "optim": {"lr": 5, "eps": 1, "beta1": 2}}
+    assert load_yaml(dotted) == {"model": wanted, "data": {"val": {"a.b": "x"}}}
+    for text in (
+        "data: {train: x}\ndata.train: y",
+        "data.train: y\ndata: null",
+        "model: {optim.lr: 1, optim: {lr: 2}}",
+    ):
+        with pytest.raises(yaml.YAMLError, match="occurs twice"):
+            load_yaml(text)
     # what is merged may be overridden, also if it is merged again, and if it has one letter
     merged = "a: &a {r: 1, alpha: 2}\nb: &b {<<: *a, r: 3, alpha: 4}\nc: {<<: *b}\nd: {<<: [*b, *a], alpha: 5}\n"
     found = load_yaml(merged)

@@ -124,6 +124,10 @@ def test_all_keys_that_do_not_exist_are_listed_at_once(tmp_path: Path, capsys: p
             "  also:    learning_rate: write model.optim.lr",
         ]
         assert len(said) == 6 + others
+    recipe.write_text("data.foo: 3\ntrainer: {max_epoch: 2}\ndata: {train: [{source: x, bar: 1}], zzz: 1}\n")
+    assert main(["fit", "--config", str(recipe), "word"]) == 2
+    said = capsys.readouterr().err
+    assert all(f"{key}: " in said for key in ("word", "data.foo", "trainer.max_epoch", "data.train.bar", "data.zzz"))
     assert main(["fit", "--modle.name", "gpt2"]) == 2
     assert "also" not in capsys.readouterr().err
 

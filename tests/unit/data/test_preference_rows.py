@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from lit_fsdp import CausalLMDataModule
-from lit_fsdp.config.data import DataConfig
+from lit_fsdp.config.data import DataConfig, TurnsConfig
 from lit_fsdp.data.encode import CUT, EncodedRow
-from lit_fsdp.data.formats import find_format, preference_sides
+from lit_fsdp.data.formats import find_format, map_turns, preference_sides
 from lit_fsdp.data.stream import SampleStream, prepare_samples
 from lit_fsdp.errors import ConfigError, DataError
 from tests.unit.data.conftest import byte_level_tokenizer, encoder_of, metaspace_tokenizer, write_rows
@@ -79,6 +79,10 @@ def test_preferences_as_openai_has_them():
     assert [side.input_ids.tolist() for side in found] == [side.input_ids.tolist() for side in wanted]
     mapped["prompt"] = {"messages": [HI], "tools": [{"name": "f"}]}
     assert [side["tools"] for side in preference_sides(mapped, "x")] == [[{"name": "f"}]] * 2
+    with pytest.raises(DataError, match="prompt: a conversation must be a non-empty list"):
+        _encode({**mapped, "tools": [{"name": "g"}]}, "preference", template=CHATML)
+    theirs = {"prompt": {"messages": [{"who": "user", "says": "hi"}]}, "chosen": [YO], "rejected": [NO]}
+    assert map_turns(theirs, TurnsConfig(role="who", content="says"))["prompt"] == [HI]
 
 
 def test_bad_rows_are_named_in_one_sentence():
@@ -92,6 +96,7 @@ def test_bad_rows_are_named_in_one_sentence():
          "no prompt, but conversations\n  fix:     map it: data.columns: {prompt: conversations}"),
         ({"chosen": "a", "rejected": [YO]}, "chosen is str 'a' and rejected list"),
         ({"chosen": 1, "rejected": 2}, "chosen is int '1' and rejected int '2'"),
+        ({"input": "a", "chosen": 1, "rejected": "b"}, r"chosen .*\n  allowed: two texts, or two lists of messages$"),
         ({"prompt": [HI], "chosen": [HI], "rejected": []}, "rejected: completion: a conversation must be"),
         ({"chosen": [YO], "rejected": [NO]}, "chosen: prompt: a conversation must be a non-empty list"),
         ({"prompt": "what?", "chosen": [HI, YO], "rejected": [HI, NO]}, "prompt is not a common prefix"),
