@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TextIO
 
 import torch
-from rich.console import Console
 from torch import nn
 
 from lit_fsdp.config.model import FLASH_ATTENTION
@@ -25,7 +24,7 @@ from lit_fsdp.parallel.activation import prepare_blocks, recompute_by_unit
 from lit_fsdp.parallel.expert_units import check_experts
 from lit_fsdp.parallel.precision import TORCH_DTYPES, cast_parameters, declared_dtypes, has_bf16
 from lit_fsdp.parallel.units import UnitPlan, audit, packed_weights, plan_for
-from lit_fsdp.report.tables import parameter_counts, ranks_table, units_table
+from lit_fsdp.report.tables import console_for, parameter_counts, ranks_table, units_table
 
 _DEGREES = ("replicate_degree", "shard_degree", "context_parallel", "expert_parallel")
 
@@ -93,7 +92,7 @@ def device_type(run: RunConfig) -> str:
 
 def print_recipe_audit(record: dict[str, Any], file: TextIO | None = None) -> None:
     """Print the audit of a recipe as tables to standard output or ``file``."""
-    console = Console(file=file or sys.stdout)
+    console = console_for(file or sys.stdout)
     console.print(units_table(record))
     console.print(ranks_table(record["state_per_rank"]))
     dtypes = ", ".join(f"{what} {dtype}" for what, dtype in record["precision"]["declared"].items())

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
-from rich.console import Console
 
 from lit_fsdp.callbacks.stop import StopRequested
 from lit_fsdp.checkpoint.files import replace_bytes
@@ -25,7 +24,7 @@ from lit_fsdp.metrics.hardware import is_accelerator, peak_device_bytes, peak_ho
 from lit_fsdp.parallel.base import EngineStrategy
 from lit_fsdp.redaction import redact_values
 from lit_fsdp.report.data import data_table
-from lit_fsdp.report.tables import dtypes_table, parameter_counts, units_table
+from lit_fsdp.report.tables import console_for, dtypes_table, parameter_counts, units_table
 
 _log = logging.getLogger(__name__)
 PENDING_RECIPE = ".recipe.yaml"
@@ -188,7 +187,7 @@ def _resumed_from(trainer: Trainer, step: int) -> str:
 
 def show(*parts: Any) -> None:
     """Print tables and plain text on standard error."""
-    console = Console(file=sys.stderr)
+    console = console_for(sys.stderr)
     for part in parts:
         console.print(part, highlight=False, markup=False, soft_wrap=isinstance(part, str))
 

@@ -41,7 +41,6 @@ def _inspect(argv: Sequence[str]) -> int:
     can_draw = options.plot is None or importlib.util.find_spec("matplotlib") is not None
     require(can_draw, "--plot", options.plot, "with matplotlib", "pip install 'lit-fsdp[plot]', or omit --plot")
     setup_logging()
-    from rich.console import Console
 
     with heavy_imports():
         from lit_fsdp.data.encode import RowEncoder
@@ -50,6 +49,7 @@ def _inspect(argv: Sequence[str]) -> int:
         from lit_fsdp.models.resolve import resolve_model
         from lit_fsdp.models.tokenizers import load_tokenizer
         from lit_fsdp.report.data import data_table, pieces, print_samples, write_plot
+        from lit_fsdp.report.tables import console_for
 
     config, source = run.data, resolve_model(run.model, with_weights=False)
     tokenizer = load_tokenizer(source, run.model)
@@ -65,7 +65,7 @@ def _inspect(argv: Sequence[str]) -> int:
         found = [(ids.tolist(), mask.tolist(), pieces(tokenizer, ids, mask)) for ids, mask in shown]
         print(json.dumps({"data": record, "samples": [dict(zip(names, one, strict=True)) for one in found]}, indent=1))
     else:
-        console = Console(file=sys.stdout)
+        console = console_for(sys.stdout)
         console.print(data_table(record))
         print_samples(console, tokenizer, options.split, shown)
     return 0

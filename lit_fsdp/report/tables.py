@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import os
 from itertools import groupby
-from typing import Any
+from typing import Any, TextIO
 
 from rich.box import SIMPLE_HEAD
+from rich.console import Console
 from rich.table import Table
 
 from lit_fsdp.host import GIB
 
 _NUMBERS = ("parameters", "GiB", "share", "weights", "scales", "gradients", "optimizer", "all")
+
+
+def console_for(file: TextIO) -> Console:
+    """Return a console for tables; in a file, such as the log of a job, they have up to 120 columns, or COLUMNS."""
+    is_open = not file.isatty() and "COLUMNS" not in os.environ
+    return Console(file=file, width=120 if is_open else None)
 
 
 def units_table(record: dict[str, Any]) -> Table:

@@ -57,8 +57,11 @@ def test_the_command_prints_tables_or_json(capsys, monkeypatch):
     assert (record["replicate_degree"], record["shard_degree"], record["ranks"]) == (2, 2, 4)
     assert sum(rank["num_params"] for rank in record["state_per_rank"]) == record["num_params"] == 134_515_008
     assert main(words) == 0
+    assert re.search(r"layers.0 … 29\s+30 × LlamaDecoderLayer", capsys.readouterr().out)  # a file has 120 columns
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(words) == 0
     text, _ = capsys.readouterr()
-    assert re.search(r"layers.0\s+30 ×\s.*\n… 29\s+LlamaDecoderLayer", text)  # 80 columns
+    assert re.search(r"layers.0\s+30 ×\s.*\n… 29\s+LlamaDecoderLayer", text)
     assert max(map(len, text.splitlines()[:12])) <= 80
     assert "fsdp2 hybrid_shard on 4 ranks: replicate_degree 2, shard_degree 2" in text
     assert "precision mixed declares param fp32, compute bf16, reduce fp32" in text
