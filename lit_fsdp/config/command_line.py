@@ -20,7 +20,7 @@ from lit_fsdp.config.model import ModelConfig, PreferenceModelConfig
 from lit_fsdp.config.run import FACTORY, STRATEGY
 from lit_fsdp.config.strategy import Sharding
 from lit_fsdp.config.words import section_fix, underscored
-from lit_fsdp.config.yaml_files import load_yaml, own_optim, read_yaml
+from lit_fsdp.config.yaml_files import load_yaml, merged, own_optim, read_yaml
 from lit_fsdp.errors import ConfigError, require
 from lit_fsdp.host import is_first_process, say_once
 from lit_fsdp.redaction import remember
@@ -241,7 +241,7 @@ def short_form(section: Any) -> tuple[str | None, Any]:
     if not isinstance(path, str) or not isinstance(inner, dict):
         return None, section
     beside = {key: value for key, value in section.items() if key not in ("class_path", "init_args")}
-    return path or None, beside | inner
+    return path or None, merged(beside, inner, "class_path")
 
 
 def _without(values: Any, parts: Sequence[str]) -> Any:

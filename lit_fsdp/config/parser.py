@@ -45,7 +45,7 @@ from lit_fsdp.config.sections import leaves, plain, typed
 from lit_fsdp.config.slurm import SlurmConfig
 from lit_fsdp.config.strategy import StrategyConfig
 from lit_fsdp.config.words import UNKNOWN_KEY
-from lit_fsdp.config.yaml_files import use_loader
+from lit_fsdp.config.yaml_files import load_yaml, use_loader
 from lit_fsdp.errors import ConfigError, require
 from lit_fsdp.host import is_first_process, say_once
 from lit_fsdp.redaction import HIDDEN, hidden_keys
@@ -226,10 +226,13 @@ def complete(
         if model is not None and "preference" in model and data.format == "auto":
             data.format = "preference"
     if strategy is not None:
+        _check_words(line)
         strategy.precision = merged_precision(trainer.precision, strategy.precision)
         trainer.precision = None
     if model is not None and model.optim.optimizer.partition(".")[0] not in (*TRUSTED, *line.allow_imports):
         raise not_allowed("model.optim.optimizer", model.optim.optimizer)
+    for name in ("lr", "weight_decay") if model is not None else ():
+        _keep_later_rate(model.optim, line, name)  # type: ignore[union-attr]
     if model is not None and model.miniature:
         replaced = adapt_to_miniature(trainer, strategy, model, data)
         if is_first_process() and not line.print_config:
@@ -239,11 +242,66 @@ def complete(
 
 def _keep_later(data: Namespace, line: CommandLine, *names: str) -> None:
     """Keep the last given of alternative ``data`` options ``names``; a flag overrides a file."""
-    given = [set(short_form(content.get("data"))[1] or ()) for content in line.contents]
-    given += [{word.removeprefix("--data.").partition("=")[0]} for word in line.short_words() if word[:7] == "--data."]
+    given = [_names(short_form(content.get("data"))[1]) for content in line.contents]
+    for word in line.short_words():
+        flag, _, value = word.partition("=")
+        if flag.startswith("--data"):
+            given.append(_names(load_yaml(value)) if flag == "--data" else _names([flag.removeprefix("--data.")]))
     last: set[str] = next((found for keys in reversed(given) if (found := keys.intersection(names))), set())
     for name in set(names) - last if len(last) == 1 and all(data[name] is not None for name in names) else ():
         data[name] = None
+
+
+def _keep_later_rate(optim: Namespace, line: CommandLine, name: str) -> None:
+    """Drop ``name`` from the arguments of the optimizer if the field of that name is given later."""
+    given: list[Any] = [short_form(content.get("model"))[1] for content in line.contents]
+    sections = [one["optim"] for one in given if isinstance(one, dict) and isinstance(one.get("optim"), dict)]
+    args = [one.get("init_args") or one.get("optimizer_args") or {} for one in sections]
+    in_args = [name in inner for one, inner in zip(sections, args, strict=True) if name in one or name in inner]
+    flags = {f"--model.optim.{name}": False, f"--model.optim.optimizer_args.{name}": True}
+    in_args += [flags[word.partition("=")[0]] for word in line.short_words() if word.partition("=")[0] in flags]
+    if in_args and not in_args[-1] and isinstance(optim.optimizer_args, dict):
+        optim.optimizer_args = {key: value for key, value in optim.optimizer_args.items() if key != name} or None
+
+
+def _names(section: Any) -> set[str]:
+    """The fields that a section, or its keys, give: ``val`` for ``val.easy`` and ``val+``."""
+    return {re.split(r"[.+]", str(key))[0] for key in section or ()}
+
+
+_MAIN = {"activation_checkpointing": "mode", "precision": "mode", "context_parallel": "degree", "wrap": "classes"}
+"""Arguments of the strategy that are a word or a mapping, with the key that means the word."""
+
+
+def _check_words(line: CommandLine) -> None:
+    """Refuse keys of a mapping over an earlier word, which jsonargparse replaces by the mapping's defaults."""
+    given: list[tuple[str, Any]] = []
+    for content in line.contents:
+        trainer = content.get("trainer")
+        args = short_form(trainer.get("strategy"))[1] if isinstance(trainer, dict) else None
+        given += args.items() if isinstance(args, dict) else ()
+    words = line.short_words()
+    for word, following in zip(words, [*words[1:], ""], strict=False):
+        flag, equals, value = word.partition("=")
+        name, _, key = flag.removeprefix(f"--{STRATEGY}.").partition(".")
+        text = value if equals else following
+        if flag == f"--{STRATEGY}" and isinstance(found := load_yaml(text), dict):
+            given += found.items()
+        elif flag.startswith(f"--{STRATEGY}.") and name in _MAIN:
+            given.append((name, {key: text} if key else load_yaml(text)))
+    last: dict[str, Any] = {}
+    for name, part in given:
+        main, before = _MAIN.get(name, ""), last.get(name)
+        of_word = name != "wrap" or {"max_root_share", "embedding_and_head"}.issuperset(
+            part or ()
+        )  # else it replaces it
+        if isinstance(part, dict) and main and main not in part and of_word:
+            is_default = before in (None, "none", "auto", "mixed", 1)
+            field, keys = f"{STRATEGY}.{name}", ", ".join(part)
+            fix = f"write {main} too: {field}.{main}: {before}"
+            require(is_default, field, f"{keys} over {before}, which would be lost", "a word, or a mapping", fix)
+        elif main:
+            last[name] = None if isinstance(part, dict) else part
 
 
 def _expanded(value: Any, key: str) -> Any:

@@ -105,6 +105,8 @@ def typed(cls: type[T], values: Any, path: str) -> T:
 
 def _typed_value(hint: Any, value: Any, path: str) -> Any:
     options = typing.get_args(hint) if typing.get_origin(hint) in (Union, types.UnionType) else (hint,)
+    has_null = value is not None or Any in options or type(None) in options
+    require(has_null, path, "null", "a value", f"remove {path.rpartition('.')[2]}")
     if isinstance(value, (Namespace, dict)):
         nested = next((option for option in options if dataclasses.is_dataclass(option)), None)
         return typed(nested, value, path) if nested else plain(value)  # type: ignore[arg-type]

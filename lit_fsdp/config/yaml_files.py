@@ -25,11 +25,12 @@ class _RecipeLoader(yaml.SafeLoader):
         """Refuse duplicate keys, of which PyYAML keeps the last; keys that are merged (<<) can be overridden."""
         start, end, seen = node.start_mark.index, node.end_mark.index, set[str]()
         for key, _ in node.value:
-            is_own = isinstance(key, yaml.ScalarNode) and start <= key.start_mark.index < end
-            if is_own and key.value in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"key {key.value} occurs twice", key.start_mark)
+            name = key.value.removesuffix("+") if isinstance(key, yaml.ScalarNode) else ""  # + extends a list
+            is_own = bool(name) and start <= key.start_mark.index < end
+            if is_own and name in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"key {name} occurs twice", key.start_mark)
             if is_own:
-                seen.add(key.value)
+                seen.add(name)
         super().flatten_mapping(node)
         # PyYAML 6.0.4 (pyyaml#937) merges an overridden key of one letter, such as r, with its old value if both are
         # left in the node: delete these two lines when the minimum version has this fixed
@@ -43,9 +44,11 @@ _RecipeLoader.yaml_implicit_resolvers = {
 }
 _SECTIONS = {
     *("trainer", "trainer.strategy", "trainer.strategy.init_args", "checkpoint", "resume", "samples", "slurm"),
-    *("model", "model.init_args", "model.optim", "model.lora", "model.preference", "data", "data.init_args"),
+    *("model", "model.init_args", "model.optim", "model.loss", "model.lora", "model.preference"),
+    *("data", "data.init_args", "data.columns", "data.turns"),
 }
 """Mappings of a recipe whose keys may be dotted."""
+_MAY_BE_NULL = ("model.lora", "data.columns", "data.turns")
 _INT = re.compile(r"[-+]?(0|[1-9][0-9_]*)$")
 _FLOAT = re.compile(r"[-+]?((\d[\d_]*\.?\d*|\.\d+)[eE][-+]?\d+|\d[\d_]*\.\d*|\.\d+|\.(inf|Inf|INF))$|\.nan$")
 _RecipeLoader.add_implicit_resolver("tag:yaml.org,2002:int", _INT, list("-+0123456789"))
@@ -63,7 +66,7 @@ def load_yaml(text: str) -> Any:
 
 
 def _nested(values: dict[Any, Any], path: str = "") -> dict[Any, Any]:
-    """Move dotted keys (``model.optim.lr: 1e-4``) into their sections, wherever these are written.
+    """Move dotted keys (``model.optim.lr: 1e-4``) into their sections; a section without keys is left out.
 
     jsonargparse 4.53 accepts such keys, but loses those that come before their section in the file
     (``findings/a-dotted-key-before-its-section-is-lost.sh``).
@@ -71,20 +74,26 @@ def _nested(values: dict[Any, Any], path: str = "") -> dict[Any, Any]:
     found: dict[Any, Any] = {}
     for key, value in values.items():
         name, dot, rest = str(key).partition(".")
-        if f"{path}{name}" not in _SECTIONS:
+        full = f"{path}{name}"
+        if full not in _SECTIONS:
             found[key] = value
             continue
         given = {rest: value} if dot else value
-        given = _nested(given, f"{path}{name}.") if isinstance(given, dict) else given
-        found[name] = _merged(found[name], given, f"{path}{name}") if name in found else given
+        if dot and not path:  # the whole key is a path
+            for part in reversed(rest.split(".")[1:]):
+                value = {part: value}
+            given = {rest.split(".")[0]: value}
+        given = _nested(given, f"{full}.") if isinstance(given, dict) else given
+        if given is not None or full in _MAY_BE_NULL:
+            found[name] = merged(found[name], given, full) if name in found else given
     return found
 
 
-def _merged(one: Any, other: Any, path: str) -> Any:
+def merged(one: Any, other: Any, path: str) -> Any:
     """Merge two parts of a section; a key may occur in one of them only."""
     if not isinstance(one, dict) or not isinstance(other, dict):
-        raise yaml.constructor.ConstructorError(None, None, f"key {path} occurs twice")
-    both = {key: _merged(one[key], other[key], f"{path}.{key}") for key in one.keys() & other.keys()}
+        raise ConfigError(path, "two values", "one value", "remove one of them")
+    both = {key: merged(one[key], other[key], f"{path}.{key}") for key in one.keys() & other.keys()}
     return one | other | both
 
 
@@ -105,7 +114,13 @@ def use_loader(own_model: bool = True, change: Callable[[Any], Any] = lambda val
 def own_optim(model: dict[str, Any]) -> dict[str, Any]:
     """Rename ``class_path`` and ``init_args`` of a section's ``optim`` to ``optimizer`` and ``optimizer_args``."""
     optim, words = model.get("optim"), {"class_path": "optimizer", "init_args": "optimizer_args"}
-    return model | {"optim": {words.get(k, k): v for k, v in optim.items()}} if isinstance(optim, dict) else model
+    if not isinstance(optim, dict):
+        return model
+    for name, ours in words.items():
+        require(
+            name not in optim or ours not in optim, f"model.optim.{name}", f"with {ours}", "one of them", "remove one"
+        )
+    return model | {"optim": {words.get(k, k): v for k, v in optim.items()}}
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -128,6 +143,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
     text = path.read_text(encoding="utf-8", errors="replace")
     try:
         content = load_yaml(text)
+    except ConfigError as error:
+        raise ConfigError(error.field, f"{error.given} in {path}", error.allowed, error.fix) from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         # the error's text quotes the line, which may contain a secret
         mark, why = getattr(error, "problem_mark", None), getattr(error, "problem", type(error).__name__)
@@ -135,5 +152,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise ConfigError("--config", f"{path}, which is not YAML ({why})", "YAML", "fix that line") from None
     what = f"{path}, a {type(content).__name__}" if content is not None else f"{path}, which is empty"
     require(isinstance(content, dict), "--config", what, "a mapping of sections")
+    fix = "pass each file with --config; later ones win"
+    require("config" not in content, "config", f"{content.get('config')} in {path}", "no files within a file", fix)
     remember(content)
     return typing.cast(dict[str, Any], content)

@@ -166,6 +166,35 @@ def test_any_optimizer(load: Any) -> None:
     assert load(*words).run.model.optim.optimizer == "timm.optim.Lion"
 
 
+def test_of_an_optimizers_argument_and_the_field_the_later_holds(load: Any) -> None:
+    args = "model: {optim: {class_path: torch.optim.SGD, init_args: {lr: 0.1, weight_decay: 0.3}}}"
+    for words, files, wanted in (
+        (["--model.optim.lr", "0.02"], {"more": args}, 0.02),
+        ([], {"more": args, "most": "model: {optim: {lr: 0.03}}"}, 0.03),
+        ([], {"more": "model: {optim: {lr: 0.03}}", "most": args}, 0.1),
+        (["--model.optim.lr=0.5", "--model.optim.init_args.lr=0.6"], {}, 0.6),
+    ):
+        optim = load(*words, **files).run.model.optim
+        assert optim.lr == wanted
+        assert not files or optim.weight_decay == 0.3
+
+
+def test_keys_over_a_word_are_refused_and_null_is_no_value(load: Any) -> None:
+    word = "trainer: {strategy: {init_args: {activation_checkpointing: full, precision: fp32}}}"
+    key = "trainer.strategy.init_args.activation_checkpointing"
+    error = refused(load, f"--{key}.offload_activations=true", more=word)
+    assert (error.field, error.given) == (key, "offload_activations over full, which would be lost")
+    assert error.fix == f"write mode too: {key}.mode: full"
+    found = load(f"--{key}.mode=full", f"--{key}.offload_activations=true", more=word).run.strategy.activation_config
+    assert (found.mode, found.offload_activations) == ("full", True)
+    other = "trainer: {strategy: {init_args: {precision: {reduce_dtype: bf16}}}}"
+    assert refused(load, one=word, two=other).field == "trainer.strategy.init_args.precision"
+    assert load(one=other).run.strategy.precision_config.reduce_dtype == "bf16"  # over the default
+    for field in ("model.optim.schedule", "data.truncation", "data.supervise", "trainer.strategy.init_args.engine"):
+        error = refused(load, more=f"{field}:\n")
+        assert (error.field, error.given) == (field, "null"), field
+
+
 def test_of_validation_rows_and_a_split_the_one_given_later_holds(load: Any) -> None:
     def held(*words: str, **files: str) -> tuple[Any, Any]:
         data = load(*words, **files).run.data
@@ -175,6 +204,9 @@ def test_of_validation_rows_and_a_split_the_one_given_later_holds(load: Any) -> 
     assert held("--data.val_split", "0.01", more=val) == (None, 0.01)
     assert held("--data.val=v.jsonl", more=split) == ("v.jsonl", None)
     assert held(one=val, two=split) == (None, 0.01)
+    for words in (["--data.val.easy", "v.jsonl"], ["--data.val+", "v.jsonl"], ["--data", '{"val": "v.jsonl"}']):
+        assert held(*words, more=split)[1] is None, words
+    assert held(one=split, two="data: {val+: [v.jsonl]}")[1] is None
     assert held(one=split, two=val) == ("v.jsonl", None)
     assert refused(load, more="data: {val: v.jsonl, val_split: 0.01}").field == "data.val_split"
 
@@ -200,11 +232,15 @@ def test_files_and_rows_that_are_none(load: Any, tmp_path: Path) -> None:
     assert load_yaml(dotted) == {"model": wanted, "data": {"val": {"a.b": "x"}}}
     for text in (
         "data: {train: x}\ndata.train: y",
-        "data.train: y\ndata: null",
         "model: {optim.lr: 1, optim: {lr: 2}}",
     ):
-        with pytest.raises(yaml.YAMLError, match="occurs twice"):
+        with pytest.raises(ConfigError, match="two values"):
             load_yaml(text)
+    assert load_yaml("trainer:\nmodel: {optim: , lora: }\n") == {"model": {"lora": None}}  # sections without keys
+    (tmp_path / "config.yaml").write_text("config: other.yaml\n")
+    assert refused(load_recipe, ["--config", str(tmp_path / "config.yaml")], "fit").field == "config"
+    (tmp_path / "config.yaml").write_text("model: {freeze: [a], freeze+: [b]}\n")
+    assert "freeze occurs twice" in str(refused(load_recipe, ["--config", str(tmp_path / "config.yaml")], "fit"))
     # what is merged may be overridden, also if it is merged again, and if it has one letter
     merged = "a: &a {r: 1, alpha: 2}\nb: &b {<<: *a, r: 3, alpha: 4}\nc: {<<: *b}\nd: {<<: [*b, *a], alpha: 5}\n"
     found = load_yaml(merged)
