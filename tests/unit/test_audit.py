@@ -56,6 +56,7 @@ def test_the_command_prints_tables_or_json(capsys, monkeypatch):
     record = json.loads(capsys.readouterr().out)
     assert (record["replicate_degree"], record["shard_degree"], record["ranks"]) == (2, 2, 4)
     assert sum(rank["num_params"] for rank in record["state_per_rank"]) == record["num_params"] == 134_515_008
+    monkeypatch.delenv("COLUMNS", raising=False)
     assert main(words) == 0
     assert re.search(r"layers.0 … 29\s+30 × LlamaDecoderLayer", capsys.readouterr().out)  # a file has 120 columns
     monkeypatch.setenv("COLUMNS", "80")
