@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
 from collections.abc import Sequence
 
 from lit_fsdp.commands import run
-from lit_fsdp.commands.parsing import PARSERS, flags_of
-from lit_fsdp.config.words import UNKNOWN_KEY, as_flag
+from lit_fsdp.config.words import as_flag
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.exit_codes import exit_code_of
 
@@ -26,15 +24,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             return run(words)
         except ConfigError as error:
-            from lit_fsdp.config.parser import recipe_keys, unknown_keys  # takes a moment
+            from lit_fsdp.config.parser import recipe_keys  # takes a moment
 
             known = recipe_keys()
-            if error.given == UNKNOWN_KEY:
-                flags = itertools.dropwhile(lambda word: not word.startswith("-"), words)
-                own = [flag for parser in PARSERS.values() for flag in flags_of(parser)]
-                others = [other for other in unknown_keys(list(flags), own) if other.field != error.field]
-                error.others = [f"{other.field}: {as_flag(other, words, known)}" for other in others]
-            error.fix = as_flag(error, words, known)
+            for one in (error, *error.others):
+                one.fix = as_flag(one, words, known)
             raise
 
     return exit_code_of(act, debug="--debug" in words)

@@ -20,12 +20,12 @@ class ConfigError(ValueError):
 
     def __init__(self, field: str, given: Any, allowed: str, fix: str = "") -> None:
         self.field, self.given, self.allowed, self.fix = field, given, allowed, fix
-        self.others: list[str] = []  # fixes of further keys that do not exist
+        self.others: list[ConfigError] = []  # about further keys that do not exist
         super().__init__(field, given, allowed, fix)
 
     def __str__(self) -> str:
         fix = f"\n  fix:     {self.fix}" if self.fix else ""
-        others = "".join(f"\n  also:    {other}" for other in self.others)
+        others = "".join(f"\n  also:    {one.field}: {one.fix}" for one in self.others)
         return f"{self.field}: got {self.given}\n  allowed: {self.allowed}{fix}{others}"
 
 

@@ -241,7 +241,7 @@ def short_form(section: Any) -> tuple[str | None, Any]:
     if not isinstance(path, str) or not isinstance(inner, dict):
         return None, section
     beside = {key: value for key, value in section.items() if key not in ("class_path", "init_args")}
-    return path or None, merged(beside, inner, "class_path")
+    return path or None, merged(beside, inner, "init_args")
 
 
 def _without(values: Any, parts: Sequence[str]) -> Any:

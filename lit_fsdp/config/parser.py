@@ -163,37 +163,35 @@ def check_keys(argv: Sequence[str]) -> None:
     _parsed(read_command_line(argv), ())
 
 
-def unknown_keys(argv: Sequence[str], also: Iterable[str] = ()) -> list[ConfigError]:
-    """Find the keys of a command line and its files that do not exist, up to an error of another kind.
-
-    ``also`` are the verb's own flags.
-    """
-    line, found = read_command_line(argv), list[ConfigError]()
-    for flag in set(also) - {"config"}:
-        line.drop(flag)
-    line.dropped = []  # flags of a verb are no keys of a file
-    while True:
-        try:
-            _parsed(line, ())
-        except ConfigError as error:
-            if error.given == UNKNOWN_KEY and error.field not in line.dropped:
-                found.append(error)
-                line.drop(error.field)
-                continue
-        return found
-
-
 def values_of_flags(line: CommandLine, also: Sequence[str] = ()) -> dict[str, Any]:
     """The values that the flags of a command line set, by full key, in short or long form."""
     flags = dataclasses.replace(line, words=line.words[len(line.files) :])
-    return dict(leaves(plain(_parsed(flags, also, defaults=False))))
+    try:
+        return dict(leaves(plain(_parsed(flags, also, defaults=False))))
+    except ConfigError:
+        _parsed(line, also)  # its error has the unknown keys of files, too
+        raise
 
 
 def _parsed(line: CommandLine, also: Sequence[str], defaults: bool = True) -> Namespace:
+    """Parse a command line; the error about a key that does not exist has those about further ones in ``others``."""
     foreign, is_preference = line.kinds
-    parser = recipe_parser(foreign, is_preference)
-    use_loader("model" not in foreign, line.in_short)
-    return parse(parser, line.short_words("model" not in foreign), also, defaults)
+    parser, line, unknown = recipe_parser(foreign, is_preference), dataclasses.replace(line), list[ConfigError]()
+    while True:
+        use_loader("model" not in foreign, line.in_short)
+        try:
+            parsed = parse(parser, line.short_words("model" not in foreign), also, defaults)
+        except ConfigError as error:
+            if error.given == UNKNOWN_KEY and error.field not in line.dropped:
+                unknown.append(error)
+                line.drop(error.field)
+                continue
+            if not unknown:
+                raise
+        if unknown:
+            unknown[0].others = unknown[1:]
+            raise unknown[0]
+        return parsed
 
 
 def complete(
@@ -292,10 +290,8 @@ def _check_words(line: CommandLine) -> None:
     last: dict[str, Any] = {}
     for name, part in given:
         main, before = _MAIN.get(name, ""), last.get(name)
-        of_word = name != "wrap" or {"max_root_share", "embedding_and_head"}.issuperset(
-            part or ()
-        )  # else it replaces it
-        if isinstance(part, dict) and main and main not in part and of_word:
+        replaces = name == "wrap" and not {"max_root_share", "embedding_and_head"}.issuperset(part or ())
+        if isinstance(part, dict) and main and main not in part and not replaces:
             is_default = before in (None, "none", "auto", "mixed", 1)
             field, keys = f"{STRATEGY}.{name}", ", ".join(part)
             fix = f"write {main} too: {field}.{main}: {before}"

@@ -78,11 +78,9 @@ def _nested(values: dict[Any, Any], path: str = "") -> dict[Any, Any]:
         if full not in _SECTIONS:
             found[key] = value
             continue
-        given = {rest: value} if dot else value
-        if dot and not path:  # the whole key is a path
-            for part in reversed(rest.split(".")[1:]):
-                value = {part: value}
-            given = {rest.split(".")[0]: value}
+        given = value
+        for part in reversed([rest] if path else rest.split(".")) if dot else ():  # a top-level key is a whole path
+            given = {part: given}
         given = _nested(given, f"{full}.") if isinstance(given, dict) else given
         if given is not None or full in _MAY_BE_NULL:
             found[name] = merged(found[name], given, full) if name in found else given
