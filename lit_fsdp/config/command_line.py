@@ -34,6 +34,8 @@ _WRITES_TO_FOLDER = ("CSVLogger", "TensorBoardLogger")
 """Lightning's loggers whose ``save_dir`` has no default."""
 RUN_FOLDER = "{run folder}"
 """Placeholder for the ``save_dir`` of such a logger, replaced when it is built."""
+_MAPPINGS = ("config_overrides", "optim.optimizer_args", "lora.peft_args")
+"""Mappings of ``model`` whose keys are those of other packages."""
 _ENGINES = ("fsdp2", "fsdp1", "single")
 """Engines whose names are not also strategies of Lightning."""
 OWN_SECTIONS = {"model": ModelConfig, "data": DataConfig}
@@ -82,6 +84,7 @@ class CommandLine:
         if own_model:
             words = [re.sub(r"^--model\.optim\.class_path\b", "--model.optim.optimizer", word) for word in words]
             words = [re.sub(r"^--model\.optim\.init_args\b", "--model.optim.optimizer_args", word) for word in words]
+            words = self._with_whole_mappings(words)
         return words
 
     def in_short(
@@ -111,7 +114,11 @@ class CommandLine:
             values = {**values, name: args} if name in values else values
         trainer = values.get("trainer") if isinstance(values, dict) else None
         if isinstance(trainer, dict) and "logger" in trainer:
-            values = {**values, "trainer": {**trainer, "logger": self._with_save_dir(trainer["logger"])}}
+            trainer = {**trainer, "logger": self._with_save_dir(trainer["logger"])}
+        if isinstance(trainer, dict) and "trainer.strategy" not in self.foreign:
+            is_ours = short_form(trainer.get("strategy"))[0] in (None, FACTORY)  # else replaced by a later one
+            trainer = trainer if is_ours else _without(trainer, ["strategy"])
+        values = {**values, "trainer": trainer} if isinstance(trainer, dict) else values
         for key in self.dropped:
             values = _without(values, key.split("."))
         return values
@@ -162,6 +169,36 @@ class CommandLine:
             found += given
         return found
 
+    def _with_whole_mappings(self, words: Sequence[str]) -> list[str]:
+        """Replace a flag below a mapping of :data:`_MAPPINGS` by one with the whole mapping.
+
+        ``--mapping.key.inner VALUE`` makes jsonargparse 4.53 drop the other keys of ``mapping.key``.
+        """
+        sections: list[Any] = [short_form(content.get("model"))[1] for content in self.contents]
+        sections = [own_optim(one) for one in sections if isinstance(one, dict)]
+        last = {name: [one for one in (_at(section, name) for section in sections) if one] for name in _MAPPINGS}
+        mappings = {name: given[-1] if given else {} for name, given in last.items()}
+        rest, found = list(words), list[str]()
+        while rest:
+            word = rest.pop(0)
+            flag, equals, value = word.partition("=")
+            name = next((name for name in _MAPPINGS if f"{flag}.".startswith(f"--model.{name}.")), None)
+            if name is None or not (equals or rest):
+                found.append(word)
+                continue
+            given = [word] if equals else [word, rest.pop(0)]
+            read, *keys = (
+                _value_of(value if equals else given[-1]),
+                *flag.removeprefix(f"--model.{name}").split(".")[1:],
+            )
+            for key in reversed(keys):
+                read = {key: read}
+            if isinstance(read, dict):
+                mappings[name] = _updated(mappings[name], read) if keys else read
+                given = [f"--model.{name}={json.dumps(mappings[name])}"]
+            found += given
+        return found
+
     def _sections(self, own_model: bool = False) -> Iterator[tuple[str, str | None, list[str], list[str]]]:
         """Yield for each flag its section, the class it names, its words, and its words in short form."""
         words = list(self.words)
@@ -193,6 +230,10 @@ def read_command_line(argv: Sequence[str]) -> CommandLine:
     while words:
         word = words.pop(0)
         name, equals, value = word.partition("=")
+        if name in ("--trainer", "--model.optim") and isinstance(given := _value_of(value or "".join(words[:1])), dict):
+            values = {key: one if isinstance(one, str) else json.dumps(one) for key, one in given.items()}
+            words = [f"{name}.{key}={one}" for key, one in values.items()] + words[0 if equals else 1 :]
+            continue
         if name in ("--config", "-c", "--allow_imports"):
             require(equals or words, name, "nothing", f"{name} VALUE")
             value = value if equals else words.pop(0)
@@ -253,6 +294,20 @@ def _without(values: Any, parts: Sequence[str]) -> Any:
     first, *rest = parts
     kept = {key: value for key, value in values.items() if key != ".".join(parts) and (key != first or rest)}
     return {key: _without(value, rest) if key == first else value for key, value in kept.items()}
+
+
+def _at(values: Any, path: str) -> Any:
+    """The value at a dotted path; None if there is none."""
+    for key in path.split("."):
+        values = values.get(key) if isinstance(values, dict) else None
+    return values
+
+
+def _updated(values: Any, change: Any) -> Any:
+    """Merge two mappings of any depth; of two other values, the second."""
+    if not isinstance(values, dict) or not isinstance(change, dict):
+        return change
+    return values | {key: _updated(values.get(key), value) for key, value in change.items()}
 
 
 def _class_name(logger: Any) -> str:

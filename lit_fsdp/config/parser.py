@@ -255,9 +255,16 @@ def _keep_later_rate(optim: Namespace, line: CommandLine, name: str) -> None:
     given: list[Any] = [short_form(content.get("model"))[1] for content in line.contents]
     sections = [one["optim"] for one in given if isinstance(one, dict) and isinstance(one.get("optim"), dict)]
     args = [one.get("init_args") or one.get("optimizer_args") or {} for one in sections]
+    for one, inner in zip(sections, args, strict=True):
+        both = f"{one.get(name)} and, in the optimizer's arguments, {inner.get(name)}"
+        require(name not in one or name not in inner, f"model.optim.{name}", both, "one value", "remove one of them")
     in_args = [name in inner for one, inner in zip(sections, args, strict=True) if name in one or name in inner]
-    flags = {f"--model.optim.{name}": False, f"--model.optim.optimizer_args.{name}": True}
-    in_args += [flags[word.partition("=")[0]] for word in line.short_words() if word.partition("=")[0] in flags]
+    for word, following in zip(line.words, [*line.words[1:], ""], strict=True):
+        flag, equals, value = word.replace("--model.init_args.", "--model.", 1).partition("=")
+        found = re.fullmatch(r"--model\.optim(\.(?:init_args|optimizer_args))?(?:\.(\w+))?", flag)
+        read = load_yaml(value if equals else following) if found and not found[2] else None
+        if found and (found[2] == name or (isinstance(read, dict) and name in read)):
+            in_args.append(bool(found[1]))
     if in_args and not in_args[-1] and isinstance(optim.optimizer_args, dict):
         optim.optimizer_args = {key: value for key, value in optim.optimizer_args.items() if key != name} or None
 

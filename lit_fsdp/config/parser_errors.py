@@ -110,7 +110,7 @@ def parser_error(message: str, known: Iterable[str]) -> ConfigError:
         fix = f"add --{key}.{name} VALUE, or {name} in its init_args"
         return ConfigError(key, f"{lacks[1]} without {lacks[2]}", "its arguments without a default", fix)
     value = re.search(r"(?:Got|Given) value: (.*)", message)
-    wanted = re.findall(r"Expected an? (.*?)(?:\. Got value.*)?$", message, re.MULTILINE)
+    wanted = re.findall(r"Expected (?:an? )?(.*?)(?:\. Got value.*)?$", message, re.MULTILINE)
     if not value or not wanted:
         return ConfigError(key, _as_yaml(" ".join(message.split())), "see lit-fsdp fit --help")
     plain = [re.sub(r"<class '([\w.]+)'>|typing\.", lambda m: m[1] or "", one) for one in wanted]
@@ -129,7 +129,8 @@ def parser_error(message: str, known: Iterable[str]) -> ConfigError:
     near = mixed if mixed in words else _nearest(value[1].lower(), words)
     allowed = " | ".join(dict.fromkeys(shown))
     given, fix = _as_yaml(value[1]), f"write {key}: {near}" if near else ""
-    if key == "model.lora" or ("a list" in shown and (given[:1] == "{" or ("," in given and given[:1] != "["))):
+    is_item = given[:1] == "{" or ("," in given and given[:1] != "[") or ({*shown} <= {"a list", "null"} and not near)
+    if key == "model.lora" or ("a list" in shown and is_item):
         fix = f"write {section_fix(key) if key == 'model.lora' else f'{key}: [{given}]'}"
     elif key == "data.columns" and given == "null":  # YAML reads {prompt:question} as a key without a value
         fix = "put a space after each colon: {KEY: COLUMN}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import re
 import typing
 from collections.abc import Callable
@@ -57,12 +58,23 @@ _RecipeLoader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0
 
 def load_yaml(text: str) -> Any:
     """Parse YAML text."""
+    if text == "None":  # jsonargparse 4.53 passes null on in this form to keys of nested dataclasses
+        return None
+    if "\t" in text and _is_json(text):  # PyYAML does not accept tabs as indentation
+        text = text.replace("\t", " ")
     values = yaml.load(text, _RecipeLoader)  # noqa: S506 (a SafeLoader)
     values = _nested(values) if isinstance(values, dict) else values
     trainer: Any = values.get("trainer") if isinstance(values, dict) else None
     if isinstance(trainer, dict) and trainer.get("strategy") == FACTORY:
         trainer["strategy"] = {"class_path": FACTORY}
     return values
+
+
+def _is_json(text: str) -> bool:
+    try:
+        return json.loads(text) is not None
+    except ValueError:
+        return False
 
 
 def _nested(values: dict[Any, Any], path: str = "") -> dict[Any, Any]:
@@ -75,8 +87,8 @@ def _nested(values: dict[Any, Any], path: str = "") -> dict[Any, Any]:
     for key, value in values.items():
         name, dot, rest = str(key).partition(".")
         full = f"{path}{name}"
-        if full not in _SECTIONS:
-            found[key] = value
+        if full not in _SECTIONS and not (path and dot):
+            found[key] = merged(found[key], value, full) if key in found else value
             continue
         given = value
         for part in reversed([rest] if path else rest.split(".")) if dot else ():  # a top-level key is a whole path

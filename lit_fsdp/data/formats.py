@@ -134,9 +134,9 @@ def preference_sides(row: Mapping[str, Any], location: str) -> list[dict[str, An
     Raises:
         DataError: The two sides are equal, or are not two texts or two lists of messages.
     """
+    row = _with_our_columns(row)
     sides = (row.get("chosen"), row.get("rejected"))
     chosen, rejected = ([side] if isinstance(side, Mapping) else side for side in sides)  # as in LLaMA-Factory
-    row = _with_flat_prompt(row)
     prompt = row.get("prompt")
     kind = str if isinstance(chosen, str) else (list, tuple)
     if not isinstance(chosen, kind) or not isinstance(rejected, kind):
@@ -165,9 +165,13 @@ def preference_sides(row: Mapping[str, Any], location: str) -> list[dict[str, An
     return [{**more, "prompt": prompt, "completion": completion} for completion in (chosen, rejected)]
 
 
-def _with_flat_prompt(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Replace a prompt of OpenAI's preference files, a mapping with ``messages`` and ``tools``, by its parts."""
-    prompt = row.get("prompt")
+def _with_our_columns(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Convert pairs of OpenAI (``prompt`` is a mapping) and ms-swift (``rejected_response`` for the last message)."""
+    prompt, messages, worse = row.get("prompt"), row.get("messages"), row.get("rejected_response")
+    if isinstance(messages, list) and messages and isinstance(messages[-1], Mapping) and isinstance(worse, str):
+        rest = {key: value for key, value in row.items() if key not in ("messages", "rejected_response")}
+        key = _first(messages[-1], _CONTENT_KEYS)[0]
+        return {"prompt": messages[:-1], "chosen": messages[-1:], "rejected": [{**messages[-1], key: worse}], **rest}
     if not isinstance(prompt, Mapping) or "messages" not in prompt or (row.get("tools") and prompt.get("tools")):
         return row  # the last is rejected: a prompt is no mapping
     tools = {"tools": prompt["tools"]} if prompt.get("tools") else {}
@@ -224,7 +228,7 @@ def to_conversation(
 
 def map_turns(row: Mapping[str, Any], turns: TurnsConfig) -> dict[str, Any]:
     """Return the row with the keys and roles of its messages, in any column, renamed by ``data.turns``."""
-    found, gone, roles = dict(_with_flat_prompt(row)), {*turns.keys, *turns.keys.values()}, turns.roles or {}
+    found, gone, roles = dict(_with_our_columns(row)), {*turns.keys, *turns.keys.values()}, turns.roles or {}
     for column in ("messages", "conversations", "prompt", "completion", "chosen", "rejected"):
         value = found.get(column)
         if column in ("messages", "conversations"):

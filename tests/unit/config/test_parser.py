@@ -177,6 +177,29 @@ def test_of_an_optimizers_argument_and_the_field_the_later_holds(load: Any) -> N
         optim = load(*words, **files).run.model.optim
         assert optim.lr == wanted
         assert not files or optim.weight_decay == 0.3
+    both = "model: {optim: {lr: 0.2, optimizer_args: {lr: 0.1}}}"
+    assert refused(load, more=both).given == "0.2 and, in the optimizer's arguments, 0.1"
+
+
+def test_flags_with_mappings_and_keys_below_them(load: Any) -> None:
+    rope = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 5e5, "original_max_position_embeddings": 2048}
+    more = f"model: {{config_overrides: {{rope_parameters: {json.dumps(rope)}}}, lora: {{quantize: nf4}}}}"
+    for words in (["--model.config_overrides.rope_parameters.factor", "8"],
+                  ["--model.config_overrides.x=1", "--model.config_overrides.rope_parameters.factor=8"]):  # fmt: skip
+        found = load(*words, more=more).run.model.config_overrides
+        assert found == {"rope_parameters": rope | {"factor": 8}} | ({"x": 1} if words[1:2] != ["8"] else {})
+    replaced = load('--model.config_overrides={"x": {"y": 1}}', "--model.config_overrides.x.z", "2", more=more)
+    assert replaced.run.model.config_overrides == {"x": {"y": 1, "z": 2}}
+    optim = load('--model.optim={"class_path": "torch.optim.SGD", "init_args": {"momentum": 0.9}}').run.model.optim
+    assert (optim.optimizer, optim.optimizer_args) == ("torch.optim.SGD", {"momentum": 0.9})
+    assert load("--trainer", '{"strategy": "ddp", "max_steps": 7}').values["trainer"]["strategy"] == "ddp"
+    ours = "trainer: {strategy: {class_path: lit_fsdp.fsdp_strategy, init_args: {engine: fsdp1}}}"
+    assert load(one="trainer: {strategy: ddp}", two=ours).run.strategy.engine == "fsdp1"
+    dotted = "model:\n  lora: {peft_args: {bias: none}, peft_args.rank_pattern.q_proj: 8}"
+    assert load(more=dotted).run.model.lora.peft_args == {"bias": "none", "rank_pattern": {"q_proj": 8}}
+    error = refused(load, more="model: {freeze: lm_head}")
+    assert (error.given, error.fix) == ("lm_head", "write model.freeze: [lm_head]")
+    assert load(more='{\n\t"model": {"optim": {"lr": 1e-4}}\n}').run.model.optim.lr == 1e-4
 
 
 def test_keys_over_a_word_are_refused_and_null_is_no_value(load: Any) -> None:

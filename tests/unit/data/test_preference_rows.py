@@ -85,6 +85,15 @@ def test_preferences_as_openai_has_them():
     assert map_turns(theirs, TurnsConfig(role="who", content="says"))["prompt"] == [HI]
 
 
+def test_preferences_as_ms_swift_has_them():
+    row = {"messages": [HI, YO], "rejected_response": "no", "tools": None}
+    plain = {"prompt": [HI], "chosen": [YO], "rejected": [NO]}
+    found, wanted = (_encode(one, "preference", template=CHATML).samples for one in (row, plain))
+    assert [side.input_ids.tolist() for side in found] == [side.input_ids.tolist() for side in wanted]
+    theirs = {"messages": [{"from": "user", "value": "hi"}, {"from": "assistant", "value": "yo"}]}
+    assert preference_sides(theirs | {"rejected_response": "no"}, "x")[1]["completion"][0]["value"] == "no"
+
+
 def test_bad_rows_are_named_in_one_sentence():
     for row, message in [
         ({"prompt": "a", "chosen": "b", "rejected": None}, "chosen is str 'b' and rejected NoneType"),
