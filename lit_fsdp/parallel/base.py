@@ -47,7 +47,7 @@ from lit_fsdp.parallel.foreign import ForeignParts, check_callbacks, check_finde
 from lit_fsdp.parallel.forward import RedirectedForward
 from lit_fsdp.parallel.grads import GuardedSteps
 from lit_fsdp.parallel.materialize import Materializer, Reader, reset_parameters_reader
-from lit_fsdp.parallel.mesh import SHARD, build_expert_groups, build_mesh
+from lit_fsdp.parallel.mesh import CONTEXT, SHARD, build_context_mesh, build_expert_groups, build_mesh
 from lit_fsdp.parallel.norms import STRATEGIES, warn_of_lightnings
 from lit_fsdp.parallel.precision import (
     TORCH_DTYPES,
@@ -111,6 +111,7 @@ class EngineStrategy(ForeignParts):
         self.checkpoint_files: dict[str, bytes] = {}
         self.replicated: list[nn.Parameter] = []
         self.context: RowParts | None = None  # of the ranks with parts of the same rows
+        self.context_mesh: DeviceMesh | None = None  # dp_replicate, dp_shard, context
         self.expert_group: dist.ProcessGroup | None = None  # of the ranks that divide experts
         self.expert_mesh: DeviceMesh | None = None  # of the ranks with the same experts
         STRATEGIES.add(self)
@@ -241,17 +242,14 @@ class EngineStrategy(ForeignParts):
             self.config = settle_precision(self.config, self.root_device.type, on_all)
             self.contract = DtypeContract(self.config)
         replicas, shards = mesh_shape(self.config, self.num_nodes, self.world_size)
-        self.mesh = build_mesh(self.root_device.type, replicas, shards, timedelta(seconds=seconds))
+        device, timeout = self.root_device.type, timedelta(seconds=seconds)
+        self.mesh = build_mesh(device, replicas, shards, timeout)
         if (degree := self.config.context_config.degree) > 1:
-            options: Any = {"timeout": timedelta(seconds=seconds)}
-            along = torch.arange(self.world_size).view(-1, degree).tolist()
-            group: Any = dist.new_subgroups_by_enumeration(along, **options)[0]
-            self.context = RowParts(group, self._check_context(self.lightning_module))
+            self.context_mesh = build_context_mesh(device, replicas, shards, degree, timeout)
+            method = self._check_context(self.lightning_module)
+            self.context = RowParts(self.context_mesh.get_group(CONTEXT), method)
         if (degree := self.config.expert_parallel) > 1:
-            of_experts = build_expert_groups(
-                self.root_device.type, replicas, shards, degree, timedelta(seconds=seconds)
-            )
-            self.expert_group, self.expert_mesh = of_experts
+            self.expert_group, self.expert_mesh = build_expert_groups(device, replicas, shards, degree, timeout)
         self.shard_group, self.has_copies = self.mesh.get_group(SHARD) if shards > 1 else None, replicas > 1
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:

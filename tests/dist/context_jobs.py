@@ -76,3 +76,14 @@ def own_run(folder: str, degree: int, **more: Any) -> list[float]:
     strategy = {"engine": "fsdp2", "precision": "fp32", "context_parallel": degree, **more}
     _, found = fit(OwnModule(folder), strategy, [], TinyData(), None, 3)
     return found["losses"]
+
+
+def named_mesh(folder: str, **strategy: Any) -> list[Any]:
+    """After a step of :class:`OwnModule`: the ranks of the mesh, this rank's groups, that of its context, the loss."""
+    strategy = {"engine": "fsdp2", "precision": "fp32", **strategy}
+    trainer, found = fit(OwnModule(folder), strategy, [], TinyData(), None, 1)
+    live: Any = trainer.strategy
+    mesh = live.context_mesh
+    groups = {name: dist.get_process_group_ranks(mesh.get_group(name)) for name in mesh.mesh_dim_names}
+    own = dist.get_process_group_ranks(live.context.group)
+    return [mesh.mesh.tolist(), groups, own, found["losses"]]

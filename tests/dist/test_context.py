@@ -137,6 +137,19 @@ def test_somebodys_own_module_cuts_its_rows(tiny_model: Path) -> None:
         assert found == pytest.approx(wanted, rel=1e-6)
 
 
+def test_the_mesh_has_a_dimension_of_positions(tiny_model: Path) -> None:
+    job: Any = {"folder": tiny_model, "context_parallel": 2}
+    found = on_ranks("named_mesh", 4, **job)
+    for rank, (mesh, groups, own, losses) in enumerate(found):
+        assert mesh == [[0, 1], [2, 3]]
+        assert groups == {"dp_shard": [rank % 2, rank % 2 + 2], "context": [rank - rank % 2, rank - rank % 2 + 1]}
+        assert (own, losses) == (groups["context"], found[0][3])
+    mesh, groups, *_ = on_ranks("named_mesh", 4, sharding="hybrid_shard", replicate_degree=2, shard_degree=2, **job)[3]
+    assert (mesh, groups) == ([[0, 1], [2, 3]], {"dp_replicate": [1, 3], "context": [2, 3]})
+    mesh, groups, *_ = on_ranks("named_mesh", 2, **job)[1]
+    assert (mesh, groups) == ([0, 1], {"context": [0, 1]})
+
+
 def test_evaluation_says_each_row_once(tiny_model: Path, tmp_path: Path) -> None:
     """Validation, named sets and predictions are those of one process."""
     data = {"val": "generated:7", "max_seq_length": 160, "cache_dir": str(tmp_path / "cache"), "micro_batch_size": 2}
