@@ -15,7 +15,7 @@ from lit_fsdp.convert.torchtune import convert_torchtune
 from lit_fsdp.errors import ConfigError, require
 
 FORMATS = ("accelerate", "hf-trainer", "deepspeed", "axolotl", "torchtune")
-_OTHERS = {"deepspeed": convert_deepspeed, "axolotl": convert_axolotl, "torchtune": convert_torchtune}
+_OTHERS = {"deepspeed": convert_deepspeed, "torchtune": convert_torchtune}
 _NEEDED = (
     "model.name", "data.train", "data.max_seq_length", "data.global_batch_size data.micro_batch_size", "model.optim",
     "trainer.max_steps trainer.max_epochs",
@@ -39,7 +39,10 @@ def convert_file(kind: str, path: Path, ranks: int | None = None, num_nodes: int
         convert_hf_trainer(conversion, values, path.parent, ranks, num_nodes)
     else:
         put_ranks(conversion, ranks, num_nodes)
-        _OTHERS[kind](conversion, values, ranks)
+        if kind == "axolotl":
+            convert_axolotl(conversion, values, path.parent, ranks)
+        else:
+            _OTHERS[kind](conversion, values, ranks)
     _finish(conversion)
     missing = [" or ".join(paths.split()) for paths in _NEEDED if not any(map(conversion.get, paths.split()))]
     autos = dict.fromkeys(fate.key for fate in conversion.fates if "(auto: " in fate.text)
@@ -50,8 +53,16 @@ def convert_file(kind: str, path: Path, ranks: int | None = None, num_nodes: int
 
 
 def _finish(conversion: Conversion) -> None:
-    """Use hybrid sharding only with several copies; write modes without further options as plain words."""
+    """Use hybrid sharding only with several copies, fsdp1 where it can; write modes without options as words."""
     strategy, sharding = conversion.get(STRATEGY), conversion.get("sharding")
+    offloads = strategy.get("cpu_offload") and (conversion.get("trainer.accumulate_grad_batches") or 1) > 1
+    for why, applies in (("a 4-bit base", conversion.get("model.lora.quantize")),
+                         ("offload with several micro-batches per step", offloads)):  # fmt: skip
+        if applies and strategy.get("engine") == "fsdp1":
+            strategy.update(engine="fsdp2", backward_prefetch="pre")
+            key = conversion.by.get(f"{STRATEGY}.engine", "engine (fsdp1 by default)")
+            words = f"replaced by engine: fsdp2 (fsdp1 does not support {why})"
+            conversion.replace(Given(key, None), "engine: fsdp1", words)
     if strategy.get("replicate_degree", 1) > 1:
         strategy["sharding"] = "hybrid_shard" if sharding == "full_shard" else "hybrid_shard_zero2"
     elif sharding in _ONE_NODE and conversion.get("trainer.num_nodes") == 1:

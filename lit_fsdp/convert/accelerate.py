@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lit_fsdp.convert.conversion import Conversion, Given, names, number
+from lit_fsdp.convert.conversion import Conversion, Given, names, number, shown
 from lit_fsdp.convert.deepspeed import put_engine, put_precision, put_ranks
 from lit_fsdp.convert.tables import OFF, Drop, Keep, Source, Table, rows, under
 from lit_fsdp.errors import require
@@ -57,8 +57,8 @@ _ACCELERATE: Table = {
     **rows("dynamo_config.mode dynamo_config.use_*", Drop("each block is compiled with torch's defaults")),
     **under("parallelism_config", {
         "dp_replicate_size": Keep("replicate_degree"),
-        **rows("dp_shard_size cp_size", None),
-        **rows("tp_size sp_size", Drop("splitting tensors, or sequences by DeepSpeed, is not converted", "1")),
+        **rows("dp_shard_size cp_size tp_size", None),
+        "sp_size": Drop("splitting sequences by DeepSpeed is not converted", "1"),
         **rows("cp_* sp_* enable_async_tp", Drop("it affects speed, not results")),
     }),
     "deepspeed_config": Drop("distributed_type does not use it"),
@@ -81,7 +81,8 @@ def convert_accelerate(conversion: Conversion, values: dict[str, Any]) -> None:
         degree = source.take("parallelism_config.cp_size", 1)
         if degree.key:
             conversion.keep(degree, "context_parallel", degree.read(number))
-        put_shards(conversion, source, "parallelism_config.dp_shard_size", degree.read(number))
+        name = "parallelism_config.dp_shard_size"
+        put_shards(conversion, source, name, degree.read(number), "parallelism_config.tp_size")
     else:
         where = f"{distributed.value} does not read it" + " on a CPU" * on_cpu
         source.ignore("fsdp_config. parallelism_config.", where)
@@ -126,9 +127,16 @@ def convert_fsdp(
     conversion.put("backward_prefetch", "none" if version == "1" else "pre")
 
 
-def put_shards(conversion: Conversion, source: Source, name: str, parts: Any) -> None:
-    """Convert the number of ranks that share weights, which here includes the ``parts`` of context parallel."""
-    shards = source.take(name)
+def put_shards(conversion: Conversion, source: Source, name: str, parts: Any, tensor: str) -> None:
+    """Convert the number of ranks that share weights, which here includes the ``parts`` of context parallel.
+
+    ``tensor`` is the key of the degree of tensor parallelism, which is not converted.
+    """
+    shards, split = source.take(name), source.take(tensor, 1)
+    is_split, why = split.read(number) > 1, "tensor parallelism is not supported"
+    if is_split:
+        why += f": with --ranks, give the number of ranks divided by {shown(split.value)}"
+    conversion.drop(split, why if is_split else "it is off", differs=is_split)
     if shards.key and shards.read(number) > 0:
         note = "times the degree of context parallel" if int(parts) > 1 else ""
         conversion.keep(shards, "shard_degree", int(shards.read(number) * int(parts)), note)

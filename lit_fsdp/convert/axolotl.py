@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from lit_fsdp.convert.accelerate import fsdp_table, put_shards
-from lit_fsdp.convert.conversion import STRATEGY, Conversion, Given, names, number
-from lit_fsdp.convert.deepspeed import put_precision
+from lit_fsdp.convert.conversion import Conversion, Given, names, number
+from lit_fsdp.convert.deepspeed import put_deepspeed, put_precision
 from lit_fsdp.convert.hf_trainer import ARGUMENTS, put_loop, put_strategy
 from lit_fsdp.convert.tables import FILLED_IN, OFF, Drop, Keep, Source, Table, put_data_sets, rows
 from lit_fsdp.errors import require
@@ -24,7 +25,8 @@ _TEMPLATES = {"tokenizer_default": None, "chatml": "chatml", "llama3": "llama3",
 _OFFLOAD = {"mode": "full", "offload_activations": True}
 _KEPT = {
     "tokenizer_config": "model.tokenizer", "trust_remote_code": "model.trust_remote_code", "tokens": "model.add_tokens",
-    "overrides_of_model_config": "model.config_overrides", "neftune_noise_alpha": "model.neftune_alpha",
+    "overrides_of_model_config": "model.config_overrides", "model_config": "model.config_overrides",
+    "neftune_noise_alpha": "model.neftune_alpha",
     "lora_r": "model.lora.r", "lora_alpha": "model.lora.alpha", "lora_dropout": "model.lora.dropout",
     "lora_target_modules": "model.lora.target_modules", "lora_modules_to_save": "model.lora.modules_to_save",
     "peft_use_dora": "model.lora.use_dora", "peft_use_rslora": "model.lora.use_rslora",
@@ -35,19 +37,22 @@ _KEPT = {
     "dp_replicate_size": "replicate_degree",
 }  # fmt: skip
 _MASKS: Table = {
-    "chat_template": Keep("data.chat_template", _TEMPLATES, other="this named template is not supported: use a file, "
-                          "or remove data.chat_template if the tokenizer has it"),
+    "chat_template": Keep("data.chat_template", _TEMPLATES, other="this named template is not supported: write "
+                          "chat_template: tokenizer_default if the tokenizer's own is the same, or set "
+                          "data.chat_template to a file"),
     "roles_to_train": Drop("only assistant turns are supervised", "['assistant'] assistant"),
     **rows("train_on_eos train_on_eot", Drop("only the end of supervised turns is supervised", "turn")),
     "eot_tokens": Drop("the template defines where turns end"),
 }  # fmt: skip
 _AXOLOTL: Table = {
     **ARGUMENTS,
-    **rows("rl adapter load_in_4bit lora_target_linear datasets test_datasets pretraining_dataset dp_shard_size", None),
+    **rows("rl adapter fp8 load_in_4bit lora_target_linear datasets test_datasets pretraining_dataset dp_shard_size "
+           "tensor_parallel_size", None),
     **{theirs: Keep(ours) for theirs, ours in _KEPT.items()},
     **_MASKS,
     "optim": Drop("lit_fsdp uses AdamW", "adamw_torch adamw_torch_fused adamw_hf paged_adamw_32bit"),
-    "sample_packing": Keep("data.packing", why="micro_batch_size counts packs, of the same size as in Axolotl"),
+    "sample_packing": Keep("data.packing", {"true": True, "false": None},
+                           "micro_batch_size counts packs, of the same size as in Axolotl"),
     "excess_length_strategy": Keep("data.truncation", {"drop": "drop", "truncate": "end", "raise": "error"}),
     "val_set_size": Keep("data.val_split", lambda key, value: number(key, value) or None),
     "evals_per_epoch": Keep("trainer.val_check_interval", lambda key, value: 1 / max(1, number(key, value))),
@@ -57,13 +62,13 @@ _AXOLOTL: Table = {
     "fsdp_version": Keep("engine", {"1": "fsdp1", "2": "fsdp2"}),
     "special_tokens.pad_token": Drop("padding is never supervised"),
     "special_tokens.*": Drop("the tokenizer's own tokens apply: edit a folder, and set it as model.tokenizer", "none"),
-    "tensor_parallel_size": Drop("tensor parallelism is not supported", "1"),
     "plugins": Drop("model and loss plugins are not supported", "['axolotl.integrations.liger.ligerplugin'] "
                     "['axolotl.integrations.cut_cross_entropy.cutcrossentropyplugin']"),
     **rows("pad_to_sequence_len sample_packing_* eval_sample_packing batch_flattening lora_*_kernel unsloth_* liger_* "
            "cut_cross_entropy flash_attn_* flash_attention sdp_attention flex_attention xformers_attention "
            "eager_attention attn_implementation heads_k_stride ring_attn_func fsdp_final_state_dict_type "
-           "activation_offloading use_scattermoe use_sonicmoe use_kernels "
+           "activation_offloading use_scattermoe use_sonicmoe use_kernels flex_attn_* bfloat16 "
+           "experimental_skip_move_to_device resize_token_embeddings_to_32x loss_watchdog_* "
            "fsdp_config.final_state_dict_type fsdp_config.cpu_offload_pin_memory",
            Drop("it affects speed, memory and files, not results")),
     "model_type": Drop("the model is causal, and its config names the class", "automodelforcausallm llamaforcausallm "
@@ -72,22 +77,25 @@ _AXOLOTL: Table = {
            "is_*_derived_model strict wandb_* mlflow_* comet_* use_wandb use_mlflow use_comet use_tensorboard "
            "use_trackio use_otel_metrics hf_*", Drop("set by model, data, trainer.logger and the command")),
     **rows("load_in_8bit lora_* peft_* loraplus_* relora* bnb_config_kwargs s2_attention rpo_alpha cpo_alpha trl qat "
-           "fp8 float16 bfloat16 gptq early_stopping_patience loss_watchdog_* embedding_lr* lr_groups batch_size "
+           "float16 gptq early_stopping_patience embedding_lr* lr_groups batch_size cosine_constant_lr_ratio "
            "base_model_config revision_of_model unfrozen_parameters default_system_message chat_template_jinja "
-           "dataset_exact_deduplication curriculum_sampling",
+           "dataset_exact_deduplication curriculum_sampling reinit_weights peft model_quantization_config* "
+           "lr_scheduler_kwargs.num_cycles",
            Drop("this option is not supported", OFF)),
 }  # fmt: skip
 
 
-def convert_axolotl(conversion: Conversion, values: dict[str, Any], ranks: int | None) -> None:
-    """Convert a configuration of Axolotl."""
+def convert_axolotl(conversion: Conversion, values: dict[str, Any], folder: Path, ranks: int | None) -> None:
+    """Convert a configuration of Axolotl; ``folder`` may contain its DeepSpeed file."""
     require(values.get("base_model"), "base_model", "none", "a name or a folder", "write base_model: NAME")
     parts = values.get("context_parallel_size") or values.get("sequence_parallel_degree") or 1
     version, table = fsdp_table(values, str(values.get("fsdp_version") or (1 if parts == 1 else 2)), {})
     source = Source(conversion, {**table, **_AXOLOTL}, values, aliases=_ALIASES)
     _data(conversion, source)
-    put_strategy(conversion, source, version, ranks, False, bool(values.get("fsdp_config")) or parts != 1)
-    put_shards(conversion, source, "dp_shard_size", parts)
+    put_rest = put_deepspeed(conversion, source, folder, ranks)
+    if not put_rest:
+        put_strategy(conversion, source, version, ranks, False, bool(values.get("fsdp_config")) or parts != 1)
+    put_shards(conversion, source, "dp_shard_size", parts, "tensor_parallel_size")
     _adapter(conversion, source)
     _precision(conversion, source)
     values = {_ALIASES.get(key, key): value for key, value in values.items()}
@@ -104,16 +112,18 @@ def convert_axolotl(conversion: Conversion, values: dict[str, Any], ranks: int |
     source.rest()
     for path, value in _DEFAULTS.items():
         conversion.put(path, value)
-    if conversion.get("model.lora.quantize") and conversion.get("engine") == "fsdp1":
-        conversion.get(STRATEGY).update(engine="fsdp2", backward_prefetch="pre")
-        conversion.say(Given("adapter", None), "replaced by engine: fsdp2 (fsdp1 does not support a 4-bit base)")
+    if put_rest:
+        put_rest()
 
 
 def _data(conversion: Conversion, source: Source) -> None:
     loss = source.take("rl")
     if loss.key:
         conversion.put("model.class_path", "lit_fsdp.PreferenceModule")
-        word = loss.read({word: word for word in ("dpo", "ipo", "orpo", "simpo")})
+        allowed = ("dpo", "ipo", "orpo", "simpo")
+        is_pairs = str(loss.value).lower() in allowed
+        require(is_pairs, "rl", loss.value, " | ".join(allowed), "this method is not supported; use preference pairs")
+        word = loss.read({word: word for word in allowed})
         penalty = word == "simpo" and number("cpo_alpha", source.take("cpo_alpha", 1).value) != 0
         note = "without the additional plain loss of cpo_alpha, 1 by default" if penalty else ""
         conversion.keep(loss, "model.preference.loss", word, note, differs=penalty)
@@ -121,10 +131,18 @@ def _data(conversion: Conversion, source: Source) -> None:
     def begin(key: str, own: str, entry: dict[str, Any]) -> Source:
         found = Source(conversion, _of_data_set(own, "prompt" if loss.key else "messages"), entry, key)
         kind = found.take("type", "chat_template")
+        if isinstance(kind.value, dict):  # a prompt style of its own
+            conversion.put(f"{own}.format", "preference" if loss.key else "instruction")
+            Source(conversion, _of_prompt_style(own), kind.value, kind.key).rest()
+            return found
         word = str(kind.value).partition(":")[0].partition(".")[0]
         form = "preference" if loss.key else _FORMATS.get(word, "auto")
         differs = form != "text" and word not in ("chat_template", "sharegpt")
         why = "only the chat template writes the turns" if differs else ""
+        if word == "chat_template" and loss.key and not str(kind.value).endswith("argilla_chat"):
+            conversion.put(f"{own}.columns.prompt", "messages")
+        elif word == "chat_template" and not entry.get("message_field_training"):
+            why = "turns with train, training, loss or weight false or 0 have no loss here, in Axolotl they do"
         conversion.keep(kind, f"{own}.format", form, why, differs)
         return found
 
@@ -141,6 +159,8 @@ def _of_data_set(own: str, messages: str) -> Table:
         "type": None,
         **{f"message_property_mappings.{name}": Keep(f"{own}.turns.{name}") for name in turns},
         **{f"field_{name}": Keep(f"{own}.columns.{name}") for name in columns},
+        "field_thinking": Keep(f"{own}.turns.reasoning_content"),
+        **rows("drop_system_message split_thinking template_thinking_key", Drop("this option is not supported", OFF)),
         "message_field_training": Keep(f"{own}.turns.train"),
         "roles": Keep(f"{own}.turns.roles", _roles),
         "field_messages": Keep(f"{own}.columns.{messages}"),
@@ -150,6 +170,16 @@ def _of_data_set(own: str, messages: str) -> Table:
         "revision": Keep(f"{own}.revision"),
         "ds_type": Drop("it follows from the file extension"),
         **_MASKS,
+    }
+
+
+def _of_prompt_style(own: str) -> Table:
+    """Return the table of a prompt style of one data set with path ``own`` in the recipe."""
+    columns = {"instruction": "instruction", "input": "input", "output": "output", "system": "system"}
+    return {
+        **{f"field_{theirs}": Keep(f"{own}.columns.{ours}") for theirs, ours in columns.items()},
+        **rows("format no_input_format", Drop("the chat template writes the turns", OFF)),
+        **rows("system_prompt system_format field", Drop("this option is not supported", OFF)),
     }
 
 
@@ -174,12 +204,21 @@ def _adapter(conversion: Conversion, source: Source) -> None:
         conversion.put("model.lora.double_quantization", True)
     if linear.on:
         conversion.keep(linear, "model.lora.target_modules", "all-linear")
-        conversion.drop(source.take("lora_target_modules"), "lora_target_linear includes them")
+        more = source.take("lora_target_modules", [])
+        extra = [name for name in more.read(names) if not name.endswith("_proj")]
+        why = f"lora_target_linear does not include {', '.join(extra)}" if extra else "lora_target_linear includes them"
+        conversion.drop(more, why, differs=bool(extra))
 
 
 def _precision(conversion: Conversion, source: Source) -> None:
     """Convert the precision switches; bf16 is the default, also for loaded weights, which only FSDP trains in fp32."""
-    fp16, bf16 = source.take("fp16", False), source.take("bf16", "auto")
+    fp16, bf16, fp8 = source.take("fp16", False), source.take("bf16", "auto"), source.take("fp8", False)
+    if fp8.on:
+        put_precision(conversion, Given(fp8.key, "fp8"))
+        for given in (fp16, bf16):
+            conversion.drop(given, "fp8 applies")
+        return
+    conversion.drop(fp8, "it is off")
     is_on = bf16.value in ("auto", "full") or bf16.on
     first = fp16.on and (bf16.value == "auto" or not is_on)
     conversion.drop(bf16 if first else fp16, "it is off, or the other precision applies")

@@ -166,6 +166,11 @@ class Conversion:
         if given.key:
             self.fates.append(Fate(given.key, words, differs))
 
+    def replace(self, given: Given, old: str, words: str) -> None:
+        """Report for a key, instead of its lines with ``old``."""
+        self.fates = [fate for fate in self.fates if fate.key != given.key or old not in fate.text]
+        self.say(given, words)
+
     def as_yaml(self, source: str) -> str:
         """Return the recipe as YAML, with comments about its source and missing settings."""
         head = "\n".join(f"# {line}" for line in (f"Converted from {source}.", *self.to_give))

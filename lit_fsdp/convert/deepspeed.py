@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
-from lit_fsdp.convert.conversion import Conversion, Given
+from lit_fsdp.convert.conversion import Conversion, Given, read_mapping
 from lit_fsdp.convert.tables import FILLED_IN, OFF, Drop, Keep, Source, Table, rows, under
 from lit_fsdp.errors import require
 
@@ -84,10 +87,39 @@ _DEEPSPEED: Table = {
 def convert_deepspeed(conversion: Conversion, values: dict[str, Any], ranks: int | None) -> None:
     """Convert a DeepSpeed configuration."""
     source = Source(conversion, _DEEPSPEED, values)
+    _put_stage(conversion, source, ranks)
+    _put_rest(conversion, source, values)
+
+
+def put_deepspeed(conversion: Conversion, source: Source, folder: Path, ranks: int | None) -> Callable[[], None] | None:
+    """Convert the stage of the DeepSpeed configuration that the key ``deepspeed`` of a file gives or names.
+
+    Returns a function that converts the rest, once the file's own keys have replaced ``auto``; None without DeepSpeed.
+    """
+    given = source.take("deepspeed", "")
+    name = given.value
+    if not name or str(name).lower() in OFF.split():
+        conversion.drop(given, "it is off")
+        return None
+    if isinstance(name, str) and not any(path.expanduser().is_file() for path in (Path(name), folder / name)):
+        conversion.drop(given, f"it is not here: convert again in a folder that has {name}", differs=True)
+        return None
+    values = name if isinstance(name, dict) else read_mapping("deepspeed", name, folder)
+    conversion.say(given, "replaced by its keys")
+    source.ignore("fsdp", "deepspeed is set")
+    own = Source(conversion, _DEEPSPEED, values, "deepspeed")
+    _put_stage(conversion, own, ranks)
+    return partial(_put_rest, conversion, own, values)
+
+
+def _put_stage(conversion: Conversion, source: Source, ranks: int | None) -> None:
     stage = source.take("zero_optimization.stage", 0)
     sharding = stage.read(_STAGES)
     put_engine(conversion, "" if sharding == "no_shard" else "fsdp2", ranks)
     conversion.keep(stage, "sharding", sharding, f"with engine {conversion.get('engine')}")
+
+
+def _put_rest(conversion: Conversion, source: Source, values: dict[str, Any]) -> None:
     for name in ("bf16", "bfloat16", "fp16"):
         switch = source.take(f"{name}.enabled", False)
         if switch.value != "auto" and switch.on:

@@ -9,7 +9,7 @@ from typing import Any
 from lit_fsdp.config.words import ROWS_FILES
 from lit_fsdp.convert.accelerate import SHARDINGS, convert_fsdp, fsdp_table
 from lit_fsdp.convert.conversion import Conversion, Given, choose, names, number, read_mapping
-from lit_fsdp.convert.deepspeed import put_engine, put_precision, put_ranks
+from lit_fsdp.convert.deepspeed import put_deepspeed, put_engine, put_precision, put_ranks
 from lit_fsdp.convert.tables import FILLED_IN, OFF, Drop, Keep, Source, Table, rows
 
 _RECOMPUTE = Keep("activation_checkpointing.mode", {"true": "full", "false": None}, "the blocks of the wrap choice")
@@ -17,8 +17,7 @@ _SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant", "c
               "cosine_with_min_lr": "cosine"}  # fmt: skip
 ARGUMENTS: Table = {
     **rows("fsdp use_cpu bf16 fp16 max_steps num_train_epochs warmup_steps warmup_ratio save_strategy "
-           "save_steps eval_strategy evaluation_strategy eval_steps lr_scheduler_kwargs.min_lr", None),
-    "deepspeed": Drop("it is a separate configuration: use lit-fsdp convert deepspeed FILE", OFF),
+           "save_steps eval_strategy evaluation_strategy eval_steps lr_scheduler_kwargs.min_lr deepspeed", None),
     "seed": Keep("seed_everything"),
     "per_device_train_batch_size": Keep("data.micro_batch_size"),
     **rows("gradient_accumulation_steps accelerator_config.gradient_accumulation_kwargs.num_steps",
@@ -215,7 +214,9 @@ def convert_hf_trainer(
     for one in switches:
         if not one.on:
             conversion.drop(one, "it is off")
-    put_strategy(conversion, source, version, ranks, cpu.on)
+    put_rest = put_deepspeed(conversion, source, folder, ranks)
+    if not put_rest:
+        put_strategy(conversion, source, version, ranks, cpu.on)
     _put_dtype(conversion, source, bool(values.get("use_peft")), switches)
     in_bf16 = conversion.get("precision.mode")
     for word in words:
@@ -233,6 +234,8 @@ def convert_hf_trainer(
     source.rest()
     for path, value in FILLED_IN.items():
         conversion.put(path, value)
+    if put_rest:
+        put_rest()
     conversion.put("precision.mode", "fp32")
 
 
@@ -320,6 +323,8 @@ def put_loop(
         for given in (strategy, steps):
             if str(strategy.value).lower() == "steps" and steps.read(number) >= 1:
                 conversion.keep(given, path, int(steps.read(number)) * factor)
+            elif given is steps and 0 < steps.read(number) < 1:
+                conversion.drop(given, f"it is a share of the run: set {path}")
             else:
                 conversion.drop(given, f"{name} is {strategy.value}: see {path}")
     if conversion.get("trainer.val_check_interval"):

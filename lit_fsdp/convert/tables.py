@@ -104,7 +104,7 @@ class Source:
             if row:
                 self._apply(row, given)
             else:
-                near = difflib.get_close_matches(name, self.table, n=1)
+                near = difflib.get_close_matches(name, [key for key in self.table if "*" not in key], n=1, cutoff=0.8)
                 hint = f"; the closest is {near[0]}" if near else ""
                 self.conversion.drop(given, f"the key is unknown{hint}", differs=True)
 

@@ -20,6 +20,8 @@ _DATA_SETS = {
 }  # fmt: skip
 _CROSS_ENTROPY = ("CrossEntropyLoss", "CEWithChunkedOutputLoss", "LinearCrossEntropyLoss")
 _TARGETS = {"apply_lora_to_mlp": "gate_proj up_proj down_proj", "apply_lora_to_output": "lm_head"}
+_FUSED = {**dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj"),
+          **dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj")}  # fmt: skip
 _COSINE = "get_cosine_schedule_with_warmup"
 _KEPT = {
     "gradient_accumulation_steps": "trainer.accumulate_grad_batches", "clip_grad_norm": "trainer.gradient_clip_val",
@@ -27,7 +29,7 @@ _KEPT = {
     "log_every_n_steps": "trainer.log_every_n_steps", "tokenizer.max_seq_len": "data.max_seq_length",
     "optimizer.lr": "model.optim.lr",
     "optimizer.betas": "model.optim.beta1 model.optim.beta2", "optimizer.eps": "model.optim.eps",
-    "lr_scheduler.num_warmup_steps": "model.optim.warmup_steps", "loss.beta": "model.preference.beta",
+    "loss.beta": "model.preference.beta",
     "loss.label_smoothing": "model.preference.label_smoothing", "checkpointer.checkpoint_dir": "model.name",
     "save_every_n_steps": "checkpoint.every_steps", "enable_async_checkpointing": "checkpoint.async_save",
     "fsdp_cpu_offload": "cpu_offload",
@@ -39,14 +41,14 @@ _KEPT = {
 _TORCHTUNE: Table = {
     **rows("model._component_ model.lora_attn_modules model.apply_lora_to_mlp model.apply_lora_to_output dataset "
            "dataset_val epochs max_steps_per_epoch loss._component_ dtype data_parallel_shard_dim "
-           "ref_checkpointer.checkpoint_dir", None),
+           "ref_checkpointer.checkpoint_dir run_val_every_n_steps optimizer.weight_decay", None),
     **{theirs: Keep(ours) for theirs, ours in _KEPT.items()},
     "model.quantize_base": Keep("model.lora.quantize", {"true": "nf4", "false": None}),
     "compile": Keep("compile", lambda key, value: any(value.values()) if isinstance(value, dict) else value),
     "device": Keep("trainer.accelerator", {"cuda": "gpu", "cpu": "cpu", "mps": "mps"}),
     "enable_activation_checkpointing": Keep("activation_checkpointing.mode", {"true": "full", "false": None}),
     "fsdp_reshard_after_forward": Keep("sharding", {"true": "full_shard", "false": "shard_grad_op"}),
-    "optimizer.weight_decay": Keep("model.optim.weight_decay", why="decays matrices only"),
+    "lr_scheduler.num_warmup_steps": Keep("model.optim.warmup_steps", why="the first step has 1/n of the rate, not 0"),
     "optimizer._component_": Drop("lit_fsdp uses AdamW", "torch.optim.adamw"),
     "optimizer.*": Drop("lit_fsdp uses torch's fused AdamW"),
     "lr_scheduler._component_": Drop("this schedule is not supported", f"torchtune.training.lr_schedulers.{_COSINE} "
@@ -55,15 +57,14 @@ _TORCHTUNE: Table = {
     "tokenizer._component_": Keep("data.chat_template", {"torchtune.models.llama3.llama3_tokenizer": "llama3"},
                                   "no EOS follows the last turn", "the folder's template writes the turns"),
     "tokenizer.prompt_template": Drop("data.chat_template writes the turns", "none"),
-    "tensor_parallel_dim": Drop("tensor parallelism is not supported", "1"),
     **rows("tokenizer.* model.* checkpointer._component_ checkpointer.checkpoint_files checkpointer.model_type",
            Drop("the folder of the model defines it")),
     **rows("checkpointer.* save_* keep_last_n_checkpoints resume_from_checkpoint metric_logger.* profiler.* log_* "
-           "run_val_every_n_steps", Drop("set by checkpoint, trainer.logger and trainer.val_check_interval")),
+           "batch_size_val", Drop("set by checkpoint, trainer.logger and the recipe's validation")),
     "ref_checkpointer.*": Drop("the reference is the model that training starts from"),
     **rows("custom_sharded_layers memory_efficient_fsdp_wrap ac_* low_cpu_ram optimizer_in_bwd cudnn* fsdp_* "
            "loss.num_output_chunks cp_rotate_method", Drop("it affects speed and memory, not results")),
-    **rows("tensor_parallel_plan loss.* collate_fn quantizer enable_fp8_training",
+    **rows("tensor_parallel_plan loss.* collate_fn quantizer enable_fp8_training teacher_* kd_*",
            Drop("this option is not supported", OFF)),
 }  # fmt: skip
 
@@ -71,9 +72,15 @@ _TORCHTUNE: Table = {
 def convert_torchtune(conversion: Conversion, values: dict[str, Any], ranks: int | None) -> None:
     """Convert a torchtune configuration for one or several devices."""
     values = _resolved(values, values)
+    is_known = "policy_model" not in values
+    require(is_known, "policy_model", "a recipe for PPO", "SFT, or DPO with DPOLoss", "this method is not supported")
+    tokenizer = values.get("tokenizer")
+    if isinstance(tokenizer, dict) and tokenizer.get("max_seq_len", 0) is None:
+        values["tokenizer"] = {key: value for key, value in tokenizer.items() if key != "max_seq_len"}
     source = Source(conversion, _TORCHTUNE, values)
     put_engine(conversion, "" if ranks == 1 else "fsdp2", ranks)
-    put_shards(conversion, source, "data_parallel_shard_dim", values.get("context_parallel_dim") or 1)
+    parts = values.get("context_parallel_dim") or 1
+    put_shards(conversion, source, "data_parallel_shard_dim", parts, "tensor_parallel_dim")
     _model(conversion, source)
     for name, to in (("dataset", "data.train"), ("dataset_val", "data.val")):
         given = source.take(name)
@@ -90,9 +97,21 @@ def convert_torchtune(conversion: Conversion, values: dict[str, Any], ranks: int
     base, start = source.take("ref_checkpointer.checkpoint_dir"), values.get("checkpointer") or {}
     differs = base.value != start.get("checkpoint_dir")
     conversion.drop(base, "the reference is the model that training starts from", differs=differs)
+    decay = source.take("optimizer.weight_decay", 0.01)  # as torch.optim.AdamW
+    decay = Given(decay.key or "optimizer.weight_decay (0.01 by default)", decay.value)
+    conversion.keep(decay, "model.optim.weight_decay", decay.read(number), "of matrices, not of biases and norms")
+    every, batches = source.take("run_val_every_n_steps"), number("", values.get("gradient_accumulation_steps") or 1)
+    if every.key and conversion.get("data.val"):
+        conversion.keep(every, "trainer.val_check_interval", int(every.read(number) * batches), "in micro-batches")
+        conversion.put("trainer.check_val_every_n_epoch", None)
+    else:
+        conversion.drop(every, "there are no validation rows")
     source.rest()
+    if not conversion.get("data.max_seq_length"):
+        why = "torchtune does not truncate: set data.max_seq_length (2,048 by default)"
+        conversion.drop(Given("tokenizer.max_seq_len (null by default)", None), why, differs=True)
     conversion.put("model.optim.schedule", "cosine" if values.get("lr_scheduler") else "constant")
-    for name, value in {"lr": 1e-3, "weight_decay": 0.01, "beta2": 0.999}.items():  # defaults of torch.optim.AdamW
+    for name, value in {"lr": 1e-3, "beta2": 0.999}.items():  # defaults of torch.optim.AdamW
         conversion.put(f"model.optim.{name}", value)
 
 
@@ -132,8 +151,12 @@ def _model(conversion: Conversion, source: Source) -> None:
     targets = ["o_proj" if one == "output_proj" else one for one in modules.read(names)]
     switches = {source.take(f"model.{key}", False): words.split() for key, words in _TARGETS.items()}
     targets += [one for switch, found in switches.items() if switch.on for one in found]
+    is_fused = bool(re.search(r"models\.phi[34]\.", str(builder.value)))
+    if is_fused:  # as the config's model has them
+        targets = list(dict.fromkeys(_FUSED.get(one, one) for one in targets))
     for given in (modules, *switches):
-        conversion.say(given, f"kept as model.lora.target_modules: [{', '.join(targets)}]")
+        note = " (one adapter for the fused layers of the model)" if is_fused else ""
+        conversion.say(given, f"kept as model.lora.target_modules: [{', '.join(targets)}]{note}", differs=is_fused)
     conversion.put("model.lora", {"r": 8, "alpha": 16})
     conversion.put("model.lora.target_modules", targets, modules.key)
     if name.startswith("q"):
@@ -161,6 +184,7 @@ def _data_set(conversion: Conversion, key: str, own: str, entry: dict[str, Any])
     }
     source = Source(conversion, table, {"source": location, **entry} if location else entry, key)
     why = "only the chat template writes the turns" if form != "text" else ""
+    why += "; torchtune reads the folder data/rl only" if is_stack and not entry.get("data_dir") else ""
     conversion.keep(
         source.take("_component_"), f"{own}.format", form, why, differs=is_alpaca or is_stack or form == "auto"
     )

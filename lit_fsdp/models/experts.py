@@ -148,16 +148,15 @@ def _by_expert(
 ) -> torch.Tensor:
     """The experts' forward pass as transformers defines it: (N, I) to (N, O), with indices and weights (N, K)."""
     num_choices, group = top_k_index.shape[1], getattr(experts, "expert_group", None)
-    dispatch = None if group is None else Dispatch(group, top_k_index)
-    order_S = top_k_index.flatten().argsort(stable=True) if dispatch is None else dispatch.order_S
+    if group is not None:
+        dispatch, own = Dispatch(group, top_k_index), {n: _own_factors(group, *given) for n, given in adapters.items()}
+        x_TI, weights_T1 = dispatch.there(hidden_states, top_k_weights)
+        out_TO = _products(experts, packed, own, x_TI, dispatch.expert_T, len(group.own))
+        return dispatch.back(out_TO * weights_T1, hidden_states.dtype)
+    order_S = top_k_index.flatten().argsort(stable=True)
     inverse_S = inverse(order_S)
     x_SI = _Rows.apply(hidden_states, order_S // num_choices, inverse_S, num_choices)
-    if dispatch is None:
-        out_SO = _products(experts, packed, adapters, x_SI, top_k_index.flatten()[order_S], experts.num_experts)
-    else:
-        own = {name: _own_factors(dispatch.group, *given) for name, given in adapters.items()}
-        out_TO = _products(experts, packed, own, dispatch.there(x_SI), dispatch.expert_T, len(dispatch.group.own))
-        out_SO = dispatch.back(out_TO)
+    out_SO = _products(experts, packed, adapters, x_SI, top_k_index.flatten()[order_S], experts.num_experts)
     out_NKO = _Rows.apply(out_SO, inverse_S, order_S, 1).view(*top_k_index.shape, -1)
     return (out_NKO * top_k_weights[..., None]).sum(dim=1)
 

@@ -19,6 +19,7 @@ from lit_fsdp.errors import ConfigError
 from lit_fsdp.metrics.flops import flop_formula
 from lit_fsdp.metrics.hardware import Gpu
 from lit_fsdp.models.build import build_trainable
+from lit_fsdp.models.expert_parallel import share_sent
 from lit_fsdp.models.experts import grouped_experts
 from lit_fsdp.models.optimizers import state_bytes
 from lit_fsdp.models.parts import context_method
@@ -320,7 +321,7 @@ def _sent(
 ) -> tuple[float, float, float]:
     """Return bytes per step of weights and gradients sent by a rank and a node, and of ``tokens`` to remote experts.
 
-    The hidden states of a token are sent to each of its experts and back, in every pass.
+    The hidden states of a token are sent to each rank that has experts of it and back, in every pass.
     """
     assert run.world_size is not None
     strategy, model, per_node = settled_strategy(run), _planned(run)[0].model, run.world_size // run.num_nodes
@@ -343,8 +344,8 @@ def _sent(
         return rank_bytes, node_bytes, 0.0
     config = model.config.get_text_config()
     passes = 2 + (strategy.activation_config.mode in ("full", "every_n", "memory_budget"))
-    choices = tokens * _experts_per_token(model) * len(grouped_experts(model))
-    return rank_bytes, node_bytes, passes * 2 * choices * config.hidden_size * size * (degree - 1) / degree
+    rows = tokens * len(grouped_experts(model)) * (degree - 1) * share_sent(degree, _experts_per_token(model))
+    return rank_bytes, node_bytes, passes * 2 * rows * config.hidden_size * size
 
 
 def _exchanged_bytes(run: RunConfig, model: Any, tokens: float, size: int) -> float:

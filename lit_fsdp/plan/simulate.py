@@ -12,6 +12,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import math
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -36,7 +37,7 @@ from lit_fsdp.errors import ConfigError
 from lit_fsdp.metrics.hardware import is_accelerator
 from lit_fsdp.models.attention import BY_SAMPLE
 from lit_fsdp.models.build import build_trainable
-from lit_fsdp.models.expert_parallel import ExpertGroup
+from lit_fsdp.models.expert_parallel import ExpertGroup, Sizes, share_sent
 from lit_fsdp.models.loss import NUM_TARGETS, causal_lm_forward, plan_loss
 from lit_fsdp.models.packing import model_inputs
 from lit_fsdp.models.parts import RowParts, context_method
@@ -267,12 +268,14 @@ def _locals(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _evenly_exchanged(
-    group: ExpertGroup, counts_E: torch.Tensor, num_choices: int
-) -> tuple[torch.Tensor, list[int], list[int]]:
+    group: ExpertGroup, counts_E: torch.Tensor, rows_n: torch.Tensor, shape: torch.Size
+) -> tuple[torch.Tensor, Sizes]:
     """Assume that the router sends equally many tokens to each rank, because fake tensors have no values."""
-    sent = [num_choices // group.degree] * group.degree
-    sent[0] += num_choices % group.degree
-    return counts_E.new_empty(group.degree * len(group.own)), sent, [sent[0]] * group.degree
+    n, (num_tokens, num_choices) = group.degree, shape
+    choices = [num_tokens * num_choices // n] * n
+    choices[0] += num_tokens * num_choices % n
+    rows = [min(choices[0], math.ceil(num_tokens * share_sent(n, num_choices)))] * n
+    return counts_E.new_empty(n * len(group.own)), Sizes(choices, [choices[0]] * n, rows, rows)
 
 
 def _engine_kinds(watch: _Watch) -> contextlib.ExitStack:

@@ -142,10 +142,12 @@ def test_few_bytes_travel(tmp_path: Path) -> None:
     without, divided = _compare(str(tmp_path / "model"), tmp_path, 2, cases, steps=2, data=data)
     assert (without["gathered"], divided["gathered"]) == ([64], [32])
     weights = 2 * 64 * 3 * 64 * 256  # of both layers: gathered twice and reduced once, half of which travels
-    assert without["sent"] >= 4 * weights * 3 / 2
-    choices, layers, passes = 2048 * 4, 2, 4
+    others = without["sent"] - 4 * weights * 3 / 2
+    assert others >= 0
     assert divided["sent"] <= 0.3 * without["sent"]
-    assert divided["sent"] >= 4 * 0.4 * choices * 64 * layers * passes  # half of the choices, there and back, twice
+    # of 2,048 tokens the 94 % with experts on the other rank, once, there and back, in both passes of both layers
+    tokens = 4 * 2048 * 64 * 2 * 4
+    assert 0.85 * tokens <= divided["sent"] - others <= 1.1 * tokens
 
 
 @pytest.mark.parametrize(

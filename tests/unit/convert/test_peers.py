@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import yaml
 
 from lit_fsdp.config.parser import load_recipe
+from lit_fsdp.convert import convert_file
 from lit_fsdp.convert.conversion import Conversion
 from lit_fsdp.errors import ConfigError
 from tests.unit.convert.inputs import convert, strategy
@@ -180,6 +182,63 @@ def test_what_does_not_names_the_key() -> None:
     assert "train_on_prompt" not in full.recipe["data"]
 
 
+def test_values_of_theirs_that_are_easily_lost() -> None:
+    axolotl: dict[str, Any] = {"base_model": "m", "warmup_steps": 1, **yaml.safe_load(LOOP), "datasets": [CHAT]}
+    pairs = [{**CHAT, "type": "chat_template.default"}]
+    (data,) = convert("axolotl", {**axolotl, "rl": "dpo", "datasets": pairs}).recipe["data"]["train"]
+    assert data["columns"] == {"prompt": "messages"}
+    style = {"field_instruction": "q", "field_output": "a", "system_prompt": "", "format": "[INST] {instruction}"}
+    found = convert("axolotl", {**axolotl, "datasets": [{"path": "org/rows", "type": style}]})
+    assert found.recipe["data"]["train"][0] == {
+        "source": "org/rows", "format": "instruction", "columns": {"instruction": "q", "output": "a"},
+    }  # fmt: skip
+    assert [fate.key for fate in found.fates if fate.differs] == ["datasets.0.type.format"]
+    lora = {"adapter": "lora", "lora_target_linear": True, "lora_target_modules": ["q_proj", "lm_head"]}
+    lost = [fate.text for fate in convert("axolotl", {**axolotl, **lora}).fates if fate.differs]
+    assert lost == ["dropped because lora_target_linear does not include lm_head"]
+    offload = {"fsdp": ["full_shard", "auto_wrap"], "fsdp_config": {"fsdp_offload_params": True}}
+    found = convert("axolotl", {**axolotl, **offload})
+    assert (strategy(found)["engine"], strategy(found)["cpu_offload"]) == ("fsdp2", True)
+    assert not any("engine: fsdp1" in fate.text for fate in found.fates)
+    assert strategy(convert("axolotl", {**axolotl, "fp8": True}))["precision"] == "fp8"
+    shares = {fate.key: fate.text for fate in convert("axolotl", {**axolotl, "eval_steps": 0.1}).fates}
+    assert shares["eval_steps"] == "dropped because it is a share of the run: set trainer.val_check_interval"
+    split = convert("axolotl", {**axolotl, "tensor_parallel_size": 2, "dp_shard_size": 2, "fsdp_version": 2}, 2)
+    assert strategy(split)["shard_degree"] == 2
+
+    tune: dict[str, Any] = yaml.safe_load(TORCHTUNE["full"])
+    whole = convert("torchtune", {**tune, "tokenizer": {**tune["tokenizer"], "max_seq_len": None}})
+    assert [fate.key for fate in whole.fates if fate.differs] == ["tokenizer.max_seq_len (null by default)"]
+    phi = {"_component_": "torchtune.models.phi3.lora_phi3_mini", "lora_attn_modules": ["q_proj", "output_proj"]}
+    found = convert("torchtune", {**tune, "model": {**phi, "apply_lora_to_mlp": True}})
+    assert found.recipe["model"]["lora"]["target_modules"] == ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
+    every = {"dataset_val": tune["dataset"], "run_val_every_n_steps": 50}
+    assert convert("torchtune", {**tune, **every}).recipe["trainer"]["val_check_interval"] == 400  # micro-batches
+
+
+@pytest.mark.parametrize("kind", ["axolotl", "hf-trainer"])
+def test_the_deepspeed_file_of_a_trainer(kind: str, tmp_path: Path) -> None:
+    """Its stage applies, and "auto" is what the trainer's file says."""
+    zero = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}, "overlap_comm": True},
+            **dict.fromkeys(("gradient_accumulation_steps", "gradient_clipping", "train_batch_size"), "auto"),
+            "train_micro_batch_size_per_gpu": "auto", "bf16": {"enabled": "auto"}}  # fmt: skip
+    (tmp_path / "zero3.json").write_text(json.dumps(zero))
+    loop = {"gradient_accumulation_steps": 4, "learning_rate": 2e-5, "max_steps": 40, "warmup_steps": 1, "bf16": True}
+    given: dict[str, Any] = {"base_model": "m", "micro_batch_size": 2, "datasets": [CHAT], **loop}
+    if kind == "hf-trainer":
+        given = {"per_device_train_batch_size": 2, **loop}
+    for deepspeed in ("zero3.json", zero):
+        (tmp_path / "run.json").write_text(json.dumps({**given, "deepspeed": deepspeed}))
+        found = convert_file(kind, tmp_path / "run.json", 4)
+        assert [str(fate) for fate in found.fates if fate.differs] == []
+        ours = strategy(found)
+        assert (ours["engine"], ours["sharding"], ours["cpu_offload"]) == ("fsdp2", "full_shard", True)
+        assert ours["precision"] == {"mode": "mixed", "reduce_dtype": "bf16"}
+        assert found.recipe["data"]["micro_batch_size"] == 2
+        assert found.recipe["trainer"]["accumulate_grad_batches"] == 4
+        assert "deepspeed.zero_optimization.overlap_comm" in {fate.key for fate in found.fates}
+
+
 def test_refusals_name_the_key() -> None:
     base, tune = {"base_model": "m"}, yaml.safe_load(TORCHTUNE["dpo"])
     for kind, given, field in (
@@ -187,6 +246,8 @@ def test_refusals_name_the_key() -> None:
         ("axolotl", {**base, "datasets": [{"type": "alpaca"}]}, "datasets.0.path"),
         ("axolotl", {**base, "datasets": ["org/chats"]}, "datasets.0"),
         ("axolotl", {**base, "rl": "grpo"}, "rl"),
+        ("axolotl", {**base, "rl": "kto"}, "rl"),
+        ("torchtune", {"policy_model": {}, "batch_size": 2}, "policy_model"),
         ("axolotl", {**base, "adapter": "llama-adapter"}, "adapter"),
         ("torchtune", {"batch_size": 2}, "model._component_"),
         ("torchtune", {**tune, "output_dir": "${there}"}, "there"),

@@ -76,7 +76,7 @@ def test_what_does_not_names_the_key() -> None:
         ("accelerate", _fsdp(fsdp_ofload_params=True), "fsdp_config.fsdp_ofload_params: dropped because the key "
          "is unknown; the closest is fsdp_config.offload_params"),
         ("accelerate", _fsdp({"parallelism_config": {"tp_size": 2}}, version=2), "parallelism_config.tp_size: dropped"),
-        ("hf-trainer", {"deepspeed": "zero.json"}, "deepspeed: dropped because it is a separate configuration"),
+        ("hf-trainer", {"deepspeed": "zero.json"}, "deepspeed: dropped because it is not here: convert again in"),
         ("hf-trainer", {"optim": "adafactor"}, "optim: dropped because lit_fsdp uses AdamW"),
         ("hf-trainer", {"num_train_epochs": 1.5}, "num_train_epochs: kept as trainer.max_epochs: 2 (whole epochs"),
         ("hf-trainer", {"beta": 0.1}, "loss_type (sigmoid by default): kept as model.preference.loss: dpo (if the"),
