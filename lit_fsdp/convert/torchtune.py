@@ -75,7 +75,9 @@ def convert_torchtune(conversion: Conversion, values: dict[str, Any], ranks: int
     is_known = "policy_model" not in values
     require(is_known, "policy_model", "a recipe for PPO", "SFT, or DPO with DPOLoss", "this method is not supported")
     tokenizer = values.get("tokenizer")
+    length = "tokenizer.max_seq_len (null by default)"
     if isinstance(tokenizer, dict) and tokenizer.get("max_seq_len", 0) is None:
+        length = "tokenizer.max_seq_len"
         values["tokenizer"] = {key: value for key, value in tokenizer.items() if key != "max_seq_len"}
     source = Source(conversion, _TORCHTUNE, values)
     put_engine(conversion, "" if ranks == 1 else "fsdp2", ranks)
@@ -109,7 +111,7 @@ def convert_torchtune(conversion: Conversion, values: dict[str, Any], ranks: int
     source.rest()
     if not conversion.get("data.max_seq_length"):
         why = "torchtune does not truncate: set data.max_seq_length (2,048 by default)"
-        conversion.drop(Given("tokenizer.max_seq_len (null by default)", None), why, differs=True)
+        conversion.drop(Given(length, None), why, differs=True)
     conversion.put("model.optim.schedule", "cosine" if values.get("lr_scheduler") else "constant")
     for name, value in {"lr": 1e-3, "beta2": 0.999}.items():  # defaults of torch.optim.AdamW
         conversion.put(f"model.optim.{name}", value)

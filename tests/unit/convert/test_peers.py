@@ -208,7 +208,10 @@ def test_values_of_theirs_that_are_easily_lost() -> None:
 
     tune: dict[str, Any] = yaml.safe_load(TORCHTUNE["full"])
     whole = convert("torchtune", {**tune, "tokenizer": {**tune["tokenizer"], "max_seq_len": None}})
-    assert [fate.key for fate in whole.fates if fate.differs] == ["tokenizer.max_seq_len (null by default)"]
+    assert [fate.key for fate in whole.fates if fate.differs] == ["tokenizer.max_seq_len"]
+    del tune["tokenizer"]["max_seq_len"]
+    (lost,) = [str(fate) for fate in convert("torchtune", tune).fates if fate.differs]
+    assert lost.startswith("tokenizer.max_seq_len (null by default): dropped because torchtune does not truncate")
     phi = {"_component_": "torchtune.models.phi3.lora_phi3_mini", "lora_attn_modules": ["q_proj", "output_proj"]}
     found = convert("torchtune", {**tune, "model": {**phi, "apply_lora_to_mlp": True}})
     assert found.recipe["model"]["lora"]["target_modules"] == ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
