@@ -173,7 +173,8 @@ class CommandLine:
         """Replace a flag below a mapping of :data:`_MAPPINGS` by one with the whole mapping.
 
         ``--mapping.key.inner VALUE`` makes jsonargparse 4.53 drop the other keys of ``mapping.key``
-        (``findings/a-flag-below-a-mapping-drops-the-keys-beside-it.sh``).
+        (``findings/a-flag-below-a-mapping-drops-the-keys-beside-it.sh``). Delete this when the minimum version has
+        jsonargparse#388 fixed.
         """
         sections: list[Any] = [short_form(content.get("model"))[1] for content in self.contents]
         sections = [own_optim(one) for one in sections if isinstance(one, dict)]
