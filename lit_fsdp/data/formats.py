@@ -47,6 +47,8 @@ _LIKELY = {
 """Common names of our columns in other data."""
 _QUESTIONS = ("instruction", "question", "query", "input", "messages", "conversations")
 """Columns of pairs without ``prompt`` that belong to the prompt."""
+_OF_SWIFT = ("messages", "rejected_response")
+"""Columns of ms-swift's pairs: a conversation, and another text of its last message."""
 _UNKNOWN_MASKS = ("loss_mask", "assistant_masks", "assistant_mask")
 _IGNORED = -100
 
@@ -83,7 +85,10 @@ def find_format(columns: set[str], name: str) -> RowFormat:
 
 def unread_columns(columns: set[str], row_format: RowFormat) -> list[str]:
     """Return the columns that a row format does not read, sorted."""
-    return sorted(columns.difference(NEEDED_COLUMNS[row_format], OPTIONAL_COLUMNS[row_format]))
+    read = {*NEEDED_COLUMNS[row_format], *OPTIONAL_COLUMNS[row_format]}
+    if row_format == "preference" and columns.issuperset(_OF_SWIFT):
+        read.update(_OF_SWIFT)
+    return sorted(columns - read)
 
 
 def _likely(columns: set[str]) -> dict[str, str]:

@@ -13,7 +13,7 @@ import pytest
 from lit_fsdp import CausalLMDataModule
 from lit_fsdp.config.data import DataConfig, TurnsConfig
 from lit_fsdp.data.encode import CUT, EncodedRow
-from lit_fsdp.data.formats import find_format, map_turns, preference_sides
+from lit_fsdp.data.formats import find_format, map_turns, preference_sides, unread_columns
 from lit_fsdp.data.stream import SampleStream, prepare_samples
 from lit_fsdp.errors import ConfigError, DataError
 from tests.unit.data.conftest import byte_level_tokenizer, encoder_of, metaspace_tokenizer, write_rows
@@ -90,6 +90,7 @@ def test_preferences_as_ms_swift_has_them():
     plain = {"prompt": [HI], "chosen": [YO], "rejected": [NO]}
     found, wanted = (_encode(one, "preference", template=CHATML).samples for one in (row, plain))
     assert [side.input_ids.tolist() for side in found] == [side.input_ids.tolist() for side in wanted]
+    assert unread_columns({*row, "images"}, "preference") == ["images"]
     theirs = {"messages": [{"from": "user", "value": "hi"}, {"from": "assistant", "value": "yo"}]}
     assert preference_sides(theirs | {"rejected_response": "no"}, "x")[1]["completion"][0]["value"] == "no"
 
