@@ -46,7 +46,7 @@ from lit_fsdp.config.strategy import StrategyConfig
 from lit_fsdp.config.yaml_files import use_loader
 from lit_fsdp.datamodule import CausalLMDataModule
 from lit_fsdp.errors import ConfigError, RefusedByLightning, require
-from lit_fsdp.exit_codes import exit_code_of
+from lit_fsdp.exit_codes import exit_code_of, is_lost
 from lit_fsdp.host import follows_first_task, is_launched_by_lightning, is_requeued, resume_collection, wait_for_first
 from lit_fsdp.launch.launcher import adopt_step, check_launch
 from lit_fsdp.launch.ranks import LAUNCHED_RANKS
@@ -366,9 +366,11 @@ class RecipeCLI(LightningCLI):
             # srun, which gets the code from the first rank only
             self.exit_code = 0 if is_launched_by_lightning() or follows_first_task() else stop.exit_code
         except BaseException as error:
-            if killed := self.end_children():
-                can_resume = subcommand == "fit" and checkpoints(folder)
-                error.add_note(f"{killed}\nresume with --ckpt_path last" if can_resume else killed)
+            killed = self.end_children()
+            has_lost = self.trainer.is_global_zero and is_lost(error)
+            can_resume = subcommand == "fit" and (killed or has_lost) and checkpoints(folder)
+            if notes := [*([killed] if killed else []), *(["resume with --ckpt_path last"] if can_resume else [])]:
+                error.add_note("\n".join(notes))
             if subcommand == "fit" and is_out_of_memory(error) and hasattr(self, "_declared"):
                 kind = "gpu" if is_accelerator(self.trainer.strategy.root_device) else "cpu"
                 error.add_note(advice(self._declared, folder / "recipe.yaml", kind, self.line.allow_imports))

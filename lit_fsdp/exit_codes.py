@@ -51,9 +51,8 @@ def _exit_code_of(act: Callable[[], int], debug: bool) -> int:
             return 2  # the first process prints it
         return _say(str(error), 2)
     except (CheckpointError, ContractError, DataError, NonFiniteGradientError) as error:
-        lost = _lost(error)
-        is_lost = bool(lost) or " lost contact with another rank: " in str(error)  # in a save or load
-        return _say("\n".join([str(error), *(error.__notes__ if lost else ())]), EXIT_LOST if is_lost else 1)
+        notes = getattr(error, "__notes__", ()) if is_lost(error) else ()
+        return _say("\n".join([str(error), *notes]), EXIT_LOST if is_lost(error) else 1)
     except KeyboardInterrupt:
         return _say("interrupted", 130) if is_first_process() else 130
     except BrokenPipeError:  # the reader has closed the pipe
@@ -67,6 +66,11 @@ def _exit_code_of(act: Callable[[], int], debug: bool) -> int:
             return _say("\n".join([f"{closed[0]}: {lost}", *others]), EXIT_LOST)
         traceback.print_exc()
         return EXIT_LOST if lost else 1
+
+
+def is_lost(error: BaseException) -> bool:
+    """Whether other ranks caused the failure."""
+    return bool(_lost(error)) or " lost contact with another rank: " in str(error)  # in a save or load
 
 
 def _lost(error: BaseException) -> str:

@@ -250,6 +250,10 @@ def test_the_rank_that_was_killed_is_named_and_how_to_resume(tmp_path: Path) -> 
     assert re.match(r"(Connection|Broken)[a-z ]+: rank 0 \(", lost)
     assert "rank 1 was ended by SIGKILL: the host may have run out of memory (see dmesg)" in lost
     assert "resume with --ckpt_path last" in lost
+    words = ["fit", *SMOKE, "--allow-imports", "killed", "--trainer.callbacks+=killed.Killed"]
+    first, killed = command(2, [*words, "--trainer.default_root_dir=again"], tmp_path)  # started by others
+    assert (first.code, killed.code) == (76, -9)
+    assert first.err.rstrip().endswith("\nresume with --ckpt_path last")
 
 
 _CALLBACK = """
