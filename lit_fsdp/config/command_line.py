@@ -82,6 +82,7 @@ class CommandLine:
         words = [word for name, _, given, short in found for word in (short if name in names else given)]
         words = self._with_save_dirs(words)
         if own_model:
+            words = _by_key(words, "--model.optim")
             words = [re.sub(r"^--model\.optim\.class_path\b", "--model.optim.optimizer", word) for word in words]
             words = [re.sub(r"^--model\.optim\.init_args\b", "--model.optim.optimizer_args", word) for word in words]
             words = self._with_whole_mappings(words)
@@ -95,7 +96,8 @@ class CommandLine:
     ) -> Any:
         """Convert the sections ``names`` of a file's content to the short form of the class named last.
 
-        Drops and logs arguments of another class (named in this file, or ours) that this class does not accept.
+        Drops and logs arguments of another class (named in this file, or ours) that this class does not accept. Drops a
+        strategy of Lightning that ours replaces.
         ``taken_by`` returns the arguments of a foreign class, or None if they are unknown.
         """
         for name in names if isinstance(values, dict) else ():
@@ -169,6 +171,16 @@ class CommandLine:
             found += given
         return found
 
+    def model_sections(self) -> list[dict[str, Any]]:
+        """The values that each file, and then each flag, gives for ``model``, in short form."""
+        given: list[Any] = [content.get("model") for content in self.contents]
+        for word, following in zip(self.words, [*self.words[1:], ""], strict=True):
+            flag, equals, value = word.partition("=")
+            if flag == "--model" or flag.startswith("--model."):
+                given.append(_below(flag.split(".")[1:], _value_of(value if equals else following)))
+        sections = [short_form(one)[1] for one in given]
+        return [one for one in sections if isinstance(one, dict)]
+
     def _with_whole_mappings(self, words: Sequence[str]) -> list[str]:
         """Replace a flag below a mapping of :data:`_MAPPINGS` by one with the whole mapping.
 
@@ -176,28 +188,30 @@ class CommandLine:
         (``findings/a-flag-below-a-mapping-drops-the-keys-beside-it.sh``). Delete this when the minimum version has
         jsonargparse#388 fixed.
         """
-        sections: list[Any] = [short_form(content.get("model"))[1] for content in self.contents]
-        sections = [own_optim(one) for one in sections if isinstance(one, dict)]
-        last = {name: [one for one in (_at(section, name) for section in sections) if one] for name in _MAPPINGS}
-        mappings = {name: given[-1] if given else {} for name, given in last.items()}
+        mappings: dict[str, Any] = {}
+        for content in self.contents:
+            mappings |= _given_mappings(short_form(content.get("model"))[1])
         rest, found = list(words), list[str]()
         while rest:
             word = rest.pop(0)
             flag, equals, value = word.partition("=")
-            name = next((name for name in _MAPPINGS if f"{flag}.".startswith(f"--model.{name}.")), None)
-            if name is None or not (equals or rest):
+            has_value = equals or (rest and not rest[0].startswith("--"))
+            if not (flag == "--model" or flag.startswith("--model.")) or not has_value:
                 found.append(word)
                 continue
             given = [word] if equals else [word, rest.pop(0)]
-            read, *keys = (
-                _value_of(value if equals else given[-1]),
-                *flag.removeprefix(f"--model.{name}").split(".")[1:],
-            )
-            for key in reversed(keys):
-                read = {key: read}
-            if isinstance(read, dict):
-                mappings[name] = _updated(mappings[name], read) if keys else read
-                given = [f"--model.{name}={json.dumps(mappings[name])}"]
+            text = value if equals else given[-1]
+            read, keys = _value_of(text), flag.split(".")[1:]
+            name = next((name for name in _MAPPINGS if f"{flag}.".startswith(f"--model.{name}.")), "")
+            inner = keys[name.count(".") + 1 :]
+            if name and inner:
+                read = text if read is None and text not in ("null", "~") else read  # not YAML
+                mappings[name] = _updated(mappings.get(name) or {}, _below(inner, read))
+                given = [f"--model.{name}={json.dumps(mappings[name], ensure_ascii=False)}"]
+            elif keys[:1] == ["lora"] and len(keys) == 2 and text == "null":  # else jsonargparse 4.53 reads "None"
+                given = [f"--model.lora={json.dumps({keys[1]: None})}"]
+            else:
+                mappings |= _given_mappings(_below(keys, read))
             found += given
         return found
 
@@ -228,14 +242,10 @@ class CommandLine:
 def read_command_line(argv: Sequence[str]) -> CommandLine:
     """Split the arguments after a verb; ``--config`` files come first, later ones win, and flags come last."""
     line, flags = CommandLine(allow_imports=os.environ.get("LIT_FSDP_ALLOW_IMPORTS", "").split(",")), []
-    words = [underscored(word) for word in argv]
+    words = _by_key([underscored(word) for word in argv], "--trainer")
     while words:
         word = words.pop(0)
         name, equals, value = word.partition("=")
-        if name in ("--trainer", "--model.optim") and isinstance(given := _value_of(value or "".join(words[:1])), dict):
-            values = {key: one if isinstance(one, str) else json.dumps(one) for key, one in given.items()}
-            words = [f"{name}.{key}={one}" for key, one in values.items()] + words[0 if equals else 1 :]
-            continue
         if name in ("--config", "-c", "--allow_imports"):
             require(equals or words, name, "nothing", f"{name} VALUE")
             value = value if equals else words.pop(0)
@@ -298,15 +308,43 @@ def _without(values: Any, parts: Sequence[str]) -> Any:
     return {key: _without(value, rest) if key == first else value for key, value in kept.items()}
 
 
-def _at(values: Any, path: str) -> Any:
-    """The value at a dotted path; None if there is none."""
-    for key in path.split("."):
-        values = values.get(key) if isinstance(values, dict) else None
-    return values
+def _by_key(words: Sequence[str], flag: str) -> list[str]:
+    """Replace ``flag`` with a mapping by flags for its keys."""
+    rest, found = list(words), list[str]()
+    while rest:
+        word = rest.pop(0)
+        name, equals, value = word.partition("=")
+        read = _value_of(value if equals else "".join(rest[:1])) if name == flag else None
+        if not isinstance(read, dict):
+            found.append(word)
+            continue
+        rest = rest[0 if equals else 1 :]
+        texts = {key: one if isinstance(one, str) else json.dumps(one, ensure_ascii=False) for key, one in read.items()}
+        found += [f"{flag}.{key}={text}" for key, text in texts.items()]
+    return found
+
+
+def _below(keys: Sequence[str], value: Any) -> Any:
+    """Put a value below nested keys."""
+    for key in reversed(keys):
+        value = {key: value}
+    return value
+
+
+def _given_mappings(section: Any) -> dict[str, Any]:
+    """The :data:`_MAPPINGS` that a ``model`` section sets, also to null."""
+    found = {}
+    section = own_optim(section) if isinstance(section, dict) else {}
+    for name in _MAPPINGS:
+        parent, _, key = name.rpartition(".")
+        inner = section.get(parent) if parent else section
+        if isinstance(inner, dict) and key in inner:
+            found[name] = inner[key]
+    return found
 
 
 def _updated(values: Any, change: Any) -> Any:
-    """Merge two mappings of any depth; of two other values, the second."""
+    """Change values of a mapping of any depth; unlike :func:`merged`, later values replace earlier ones."""
     if not isinstance(values, dict) or not isinstance(change, dict):
         return change
     return values | {key: _updated(values.get(key), value) for key, value in change.items()}

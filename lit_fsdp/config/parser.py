@@ -28,7 +28,7 @@ from lit_fsdp.config.command_line import (
 from lit_fsdp.config.data import DataConfig
 from lit_fsdp.config.locations import expanded
 from lit_fsdp.config.miniature import adapt_to_miniature
-from lit_fsdp.config.model import ModelConfig, PreferenceModelConfig
+from lit_fsdp.config.model import ModelConfig, OptimConfig, PreferenceModelConfig
 from lit_fsdp.config.parser_errors import not_allowed, translated
 from lit_fsdp.config.run import (
     FACTORY,
@@ -251,21 +251,23 @@ def _keep_later(data: Namespace, line: CommandLine, *names: str) -> None:
 
 
 def _keep_later_rate(optim: Namespace, line: CommandLine, name: str) -> None:
-    """Drop ``name`` from the arguments of the optimizer if the field of that name is given later."""
-    given: list[Any] = [short_form(content.get("model"))[1] for content in line.contents]
-    sections = [one["optim"] for one in given if isinstance(one, dict) and isinstance(one.get("optim"), dict)]
-    args = [one.get("init_args") or one.get("optimizer_args") or {} for one in sections]
-    for one, inner in zip(sections, args, strict=True):
-        both = f"{one.get(name)} and, in the optimizer's arguments, {inner.get(name)}"
-        require(name not in one or name not in inner, f"model.optim.{name}", both, "one value", "remove one of them")
-    in_args = [name in inner for one, inner in zip(sections, args, strict=True) if name in one or name in inner]
-    for word, following in zip(line.words, [*line.words[1:], ""], strict=True):
-        flag, equals, value = word.replace("--model.init_args.", "--model.", 1).partition("=")
-        found = re.fullmatch(r"--model\.optim(\.(?:init_args|optimizer_args))?(?:\.(\w+))?", flag)
-        read = load_yaml(value if equals else following) if found and not found[2] else None
-        if found and (found[2] == name or (isinstance(read, dict) and name in read)):
-            in_args.append(bool(found[1]))
-    if in_args and not in_args[-1] and isinstance(optim.optimizer_args, dict):
+    """Of ``name`` and the optimizer's argument of that name, keep the one given later, as ``name``."""
+    default = next(field.default for field in dataclasses.fields(OptimConfig) if field.name == name)
+    in_args = list[bool]()
+    for section in line.model_sections():
+        given = section.get("optim")
+        if not isinstance(given, dict):
+            continue
+        args: Any = given.get("init_args") or given.get("optimizer_args") or {}
+        is_in_args = name in args
+        if is_in_args and name in given:
+            both = f"{given[name]} and, in the optimizer's arguments, {args[name]}"
+            is_one = given[name] == default  # as recipes were saved
+            require(is_one, f"model.optim.{name}", both, "one value", "remove one of them")
+        in_args += [is_in_args] if is_in_args or name in given else []
+    if in_args and isinstance(optim.optimizer_args, dict) and name in optim.optimizer_args:
+        if in_args[-1]:
+            optim[name] = optim.optimizer_args[name]
         optim.optimizer_args = {key: value for key, value in optim.optimizer_args.items() if key != name} or None
 
 

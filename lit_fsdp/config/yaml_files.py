@@ -58,8 +58,6 @@ _RecipeLoader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0
 
 def load_yaml(text: str) -> Any:
     """Parse YAML text."""
-    if text == "None":  # jsonargparse 4.53 passes null on in this form to keys of nested dataclasses
-        return None
     if "\t" in text and _is_json(text):  # PyYAML does not accept tabs as indentation
         text = text.replace("\t", " ")
     values = yaml.load(text, _RecipeLoader)  # noqa: S506 (a SafeLoader)

@@ -179,6 +179,10 @@ def test_of_an_optimizers_argument_and_the_field_the_later_holds(load: Any) -> N
         assert not files or optim.weight_decay == 0.3
     both = "model: {optim: {lr: 0.2, optimizer_args: {lr: 0.1}}}"
     assert refused(load, more=both).given == "0.2 and, in the optimizer's arguments, 0.1"
+    saved = "model: {optim: {lr: 1.0e-05, optimizer_args: {lr: 0.1}}}"  # the default, as older recipes have it
+    assert load(more=saved).run.model.optim == load(more="model: {optim: {lr: 0.1}}").run.model.optim
+    assert load('--model={"optim": {"lr": 5}}', more=args).run.model.optim.lr == 5
+    assert load(more=args).values["model"]["optim"]["optimizer_args"] is None
 
 
 def test_flags_with_mappings_and_keys_below_them(load: Any) -> None:
@@ -190,6 +194,17 @@ def test_flags_with_mappings_and_keys_below_them(load: Any) -> None:
         assert found == {"rope_parameters": rope | {"factor": 8}} | ({"x": 1} if words[1:2] != ["8"] else {})
     replaced = load('--model.config_overrides={"x": {"y": 1}}', "--model.config_overrides.x.z", "2", more=more)
     assert replaced.run.model.config_overrides == {"x": {"y": 1, "z": 2}}
+    start = '--model={"config_overrides": {"rope_parameters": {"factor": 2, "beta": 3}, "z": 9}}'
+    found = load(start, "--model.config_overrides.rope_parameters.factor=8", more=more).run.model
+    assert (found.config_overrides, found.lora.quantize) == (
+        {"rope_parameters": {"factor": 8, "beta": 3}, "z": 9}, "nf4",
+    )  # fmt: skip
+    for reset in ({"most": "model: {config_overrides: {}}"}, {"most": "model: {config_overrides: null}"}):
+        assert load("--model.config_overrides.k.d=1", more=more, **reset).run.model.config_overrides == {"k": {"d": 1}}
+    for text in ("{% if a %}", "a: b: c", "😀"):
+        assert load(f"--model.config_overrides.x={text}").run.model.config_overrides == {"x": text}
+    assert refused(load, "--model.config_overrides.x", "--trainer.max_steps=5").given == "no value"
+    assert load("--model.lora.quantize=null", more=more).run.model.lora.quantize is None
     optim = load('--model.optim={"class_path": "torch.optim.SGD", "init_args": {"momentum": 0.9}}').run.model.optim
     assert (optim.optimizer, optim.optimizer_args) == ("torch.optim.SGD", {"momentum": 0.9})
     assert load("--trainer", '{"strategy": "ddp", "max_steps": 7}').values["trainer"]["strategy"] == "ddp"
