@@ -53,7 +53,7 @@ def convert_file(kind: str, path: Path, ranks: int | None = None, num_nodes: int
 
 
 def _finish(conversion: Conversion) -> None:
-    """Use hybrid sharding only with several copies, fsdp1 where it can; write modes without options as words."""
+    """Use fsdp2 where fsdp1 does not support the settings, and hybrid sharding only with several copies."""
     strategy, sharding = conversion.get(STRATEGY), conversion.get("sharding")
     offloads = strategy.get("cpu_offload") and (conversion.get("trainer.accumulate_grad_batches") or 1) > 1
     for why, applies in (("a 4-bit base", conversion.get("model.lora.quantize")),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lit_fsdp.convert.conversion import Conversion, Given, names, number, shown
+from lit_fsdp.convert.conversion import Conversion, Given, names, number
 from lit_fsdp.convert.deepspeed import put_engine, put_precision, put_ranks
 from lit_fsdp.convert.tables import OFF, Drop, Keep, Source, Table, rows, under
 from lit_fsdp.errors import require
@@ -134,10 +134,10 @@ def put_shards(conversion: Conversion, source: Source, name: str, parts: Any, te
     """
     shards, split = source.take(name), source.take(tensor, 1)
     is_split, why = split.read(number) > 1, "tensor parallelism is not supported"
-    if is_split:
-        why += f": with --ranks, give the number of ranks divided by {shown(split.value)}"
     conversion.drop(split, why if is_split else "it is off", differs=is_split)
-    if shards.key and shards.read(number) > 0:
+    if is_split:
+        conversion.drop(shards, f"{why}: all ranks share the weights")
+    elif shards.key and shards.read(number) > 0:
         note = "times the degree of context parallel" if int(parts) > 1 else ""
         conversion.keep(shards, "shard_degree", int(shards.read(number) * int(parts)), note)
     else:

@@ -175,11 +175,11 @@ def _of_data_set(own: str, messages: str) -> Table:
 
 def _of_prompt_style(own: str) -> Table:
     """Return the table of a prompt style of one data set with path ``own`` in the recipe."""
-    columns = {"instruction": "instruction", "input": "input", "output": "output", "system": "system"}
+    columns = ("instruction", "input", "output", "system", "prompt", "chosen", "rejected")
     return {
-        **{f"field_{theirs}": Keep(f"{own}.columns.{ours}") for theirs, ours in columns.items()},
-        **rows("format no_input_format", Drop("the chat template writes the turns", OFF)),
-        **rows("system_prompt system_format field", Drop("this option is not supported", OFF)),
+        **{f"field_{name}": Keep(f"{own}.columns.{name}") for name in columns},
+        **rows("*format", Drop("the chat template writes the turns", OFF)),
+        **rows("system_prompt field", Drop("this option is not supported", OFF)),
     }
 
 

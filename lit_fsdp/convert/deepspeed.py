@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lit_fsdp.convert.conversion import Conversion, Given, read_mapping
+from lit_fsdp.convert.conversion import STRATEGY, Conversion, Given, read_mapping
 from lit_fsdp.convert.tables import FILLED_IN, OFF, Drop, Keep, Source, Table, rows, under
 from lit_fsdp.errors import require
 
@@ -101,10 +101,13 @@ def put_deepspeed(conversion: Conversion, source: Source, folder: Path, ranks: i
     if not name or str(name).lower() in OFF.split():
         conversion.drop(given, "it is off")
         return None
-    if isinstance(name, str) and not any(path.expanduser().is_file() for path in (Path(name), folder / name)):
+    fix = "write deepspeed: FILE"
+    require(isinstance(name, str | dict), given.key, repr(name), "a file, its JSON text, or its keys", fix)
+    is_file = isinstance(name, str) and not name.lstrip().startswith("{")
+    if is_file and not any(path.expanduser().is_file() for path in (Path(name), folder / name)):
         conversion.drop(given, f"it is not here: convert again in a folder that has {name}", differs=True)
         return None
-    values = name if isinstance(name, dict) else read_mapping("deepspeed", name, folder)
+    values = name if isinstance(name, dict) else read_mapping("deepspeed", name.strip(), folder)
     conversion.say(given, "replaced by its keys")
     source.ignore("fsdp", "deepspeed is set")
     own = Source(conversion, _DEEPSPEED, values, "deepspeed")
@@ -121,13 +124,20 @@ def _put_stage(conversion: Conversion, source: Source, ranks: int | None) -> Non
 
 def _put_rest(conversion: Conversion, source: Source, values: dict[str, Any]) -> None:
     for name in ("bf16", "bfloat16", "fp16"):
-        switch = source.take(f"{name}.enabled", False)
-        if switch.value != "auto" and switch.on:
-            put_precision(conversion, Given(switch.key, name.replace("bfloat", "bf")))
-        else:
+        switch, word = source.take(f"{name}.enabled", False), name.replace("bfloat", "bf")
+        held = str(conversion.get("precision.mode")) if f"{STRATEGY}.precision.mode" in conversion.by else ""
+        if switch.value == "auto" and held:
+            conversion.drop(switch, "the other file sets it")
+        elif switch.value == "auto" or not switch.on:
             auto = " (auto: no other setting enables it)" if switch.value == "auto" else ""
             conversion.drop(switch, f"it is off{auto}")
             source.ignore(f"{name}.", f"{name} is off")
+        elif held in {"bf16": ("mixed", "low_precision"), "fp16": ("fp16_mixed",)}[word]:
+            conversion.drop(switch, f"precision: {held} applies")
+        else:
+            if not held:
+                conversion.get(STRATEGY).pop("precision", None)  # a default
+            put_precision(conversion, Given(switch.key, word))
     conversion.put("precision.mode", "fp32")
     if values.get("train_batch_size") == "auto":
         source.ignore("train_batch_size", "it follows from the micro batch, the accumulation and the ranks")
@@ -140,8 +150,10 @@ def _put_rest(conversion: Conversion, source: Source, values: dict[str, Any]) ->
         conversion.put("model.optim.beta2", FILLED_IN["model.optim.beta2"])
         conversion.put("model.optim.schedule", "constant")
     if values.get("scheduler"):
-        differs = str(warmup.value).lower() == "log" and (conversion.get("model.optim.warmup_steps") or 0) > 1
-        key = warmup.key or ("scheduler.params.warmup_type (log by default)" if differs else "")
+        optim = conversion.get("model.optim")
+        warms_up = (optim.get("warmup_steps") or 0) > 1 or optim.get("warmup_ratio")
+        differs = str(warmup.value).lower() == "log" and bool(warms_up)
+        key = warmup.key or (source.written("scheduler.params.warmup_type (log by default)") if differs else "")
         conversion.say(Given(key, ""), "replaced by a linear warm-up", differs)
         if conversion.get("model.optim.schedule") == "cosine":
             conversion.put("model.optim.min_lr_ratio", 0.0001)

@@ -68,7 +68,7 @@ class Source:
         self, conversion: Conversion, table: Table, values: Mapping[str, Any], path: str = "",
         aliases: Mapping[str, str] | None = None,
     ) -> None:  # fmt: skip
-        self.conversion, self.table, self._aliases = conversion, table, aliases or {}
+        self.conversion, self.table, self._aliases, self._path = conversion, table, aliases or {}, path
         self._left: dict[str, Given] = {}
         self._flatten(values, "", path)
 
@@ -84,6 +84,10 @@ class Source:
                 self._flatten(value, name, written)
             else:
                 self._left[name] = Given(written, value)
+
+    def written(self, key: str) -> str:
+        """The full key of the file."""
+        return f"{self._path}.{key}".lstrip(".")
 
     def take(self, name: str, default: Any = None) -> Given:
         """Remove a key and return its value; ``default`` without a key if it is missing or null."""

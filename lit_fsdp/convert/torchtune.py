@@ -102,7 +102,8 @@ def convert_torchtune(conversion: Conversion, values: dict[str, Any], ranks: int
     decay = source.take("optimizer.weight_decay", 0.01)  # as torch.optim.AdamW
     decay = Given(decay.key or "optimizer.weight_decay (0.01 by default)", decay.value)
     conversion.keep(decay, "model.optim.weight_decay", decay.read(number), "of matrices, not of biases and norms")
-    every, batches = source.take("run_val_every_n_steps"), number("", values.get("gradient_accumulation_steps") or 1)
+    accumulation = "gradient_accumulation_steps"
+    every, batches = source.take("run_val_every_n_steps"), number(accumulation, values.get(accumulation) or 1)
     if every.key and conversion.get("data.val"):
         conversion.keep(every, "trainer.val_check_interval", int(every.read(number) * batches), "in micro-batches")
         conversion.put("trainer.check_val_every_n_epoch", None)

@@ -174,9 +174,11 @@ def _with_our_columns(row: Mapping[str, Any]) -> Mapping[str, Any]:
     """Convert pairs of OpenAI (``prompt`` is a mapping) and ms-swift (``rejected_response`` for the last message)."""
     prompt, messages, worse = row.get("prompt"), row.get("messages"), row.get("rejected_response")
     if isinstance(messages, list) and messages and isinstance(messages[-1], Mapping) and isinstance(worse, str):
-        rest = {key: value for key, value in row.items() if key not in ("messages", "rejected_response")}
-        key = _first(messages[-1], _CONTENT_KEYS)[0]
-        return {"prompt": messages[:-1], "chosen": messages[-1:], "rejected": [{**messages[-1], key: worse}], **rest}
+        rest = {key: value for key, value in row.items() if key not in _OF_SWIFT}
+        last, both = messages[-1], (_ROLE_KEYS, _CONTENT_KEYS)
+        role, content = (next((key for key in keys if key in last), keys[0]) for keys in both)
+        rejected = {role: last.get(role), content: worse}
+        return {**rest, "prompt": messages[:-1], "chosen": messages[-1:], "rejected": [rejected]}
     if not isinstance(prompt, Mapping) or "messages" not in prompt or (row.get("tools") and prompt.get("tools")):
         return row  # the last is rejected: a prompt is no mapping
     tools = {"tools": prompt["tools"]} if prompt.get("tools") else {}

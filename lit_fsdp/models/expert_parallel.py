@@ -11,8 +11,8 @@ Source: GShard, arXiv:2006.16668, section 3; one copy per rank as in DeepSeek-V3
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -44,24 +44,26 @@ class ExpertGroup:
             self._places_E, self._ranks_E = self._places_E.to(device), self._ranks_E.to(device)
         return self._places_E, self._ranks_E
 
-    def exchanged(self, counts_E: torch.Tensor, rows_n: torch.Tensor, shape: torch.Size) -> tuple[torch.Tensor, Sizes]:
+    def exchanged(
+        self, counts_E: torch.Tensor, rows_n: torch.Tensor, shape: torch.Size
+    ) -> tuple[torch.Tensor, torch.Tensor, Sizes]:
         """Exchange how many choices each rank sends to each expert, and how many hidden states to each rank.
 
-        ``shape`` is (N, K).
+        ``shape`` is (N, K), for a simulation without values.
 
         Returns:
-            Choices received by rank and own expert, flat, and the numbers of choices and of hidden states that are sent
-            to, and received from, each rank.
+            Choices received from each rank for each own expert, hidden states received from each rank, and the numbers
+            of both that are sent and received.
         """
         sizes, own = [len(experts) + 1 for experts in self.held], len(self.own) + 1
         parts = zip(counts_E.split([size - 1 for size in sizes]), rows_n.split(1), strict=True)
         given = torch.cat([one for part in parts for one in part])
         found = given.new_empty(self.degree * own)
         dist.all_to_all_single(found, given, [own] * self.degree, sizes, group=self.group)
-        counts_nE, received_n = found.view(self.degree, own).split([own - 1, 1], dim=1)
+        counts_nE, received_n = found.view(self.degree, own)[:, :-1], found[own - 1 :: own]
         sent_n = torch.stack([part[:-1].sum() for part in given.split(sizes)])
-        numbers = torch.stack([sent_n, counts_nE.sum(1), rows_n, received_n.squeeze(1)])
-        return counts_nE.flatten(), Sizes(*numbers.tolist())  # synchronizes with the device in every forward pass
+        numbers = torch.stack([sent_n, counts_nE.sum(1), rows_n, received_n])
+        return counts_nE, received_n, Sizes(*numbers.tolist())  # synchronizes with the device in every forward pass
 
 
 class Sizes(NamedTuple):
@@ -93,17 +95,16 @@ class Dispatch:
         row_S = ranks_E[expert_S[self._order_S]] * self._num + self._order_S // num_choices
         is_sent = torch.zeros(group.degree * self._num, dtype=torch.bool, device=device).index_fill_(0, row_S, True)
         is_sent_nN = is_sent.view(group.degree, -1)
-        counts_nE, self._sizes = group.exchanged(counts_E, is_sent_nN.sum(1), top_k_index_NK.shape)
+        counts_nE, rows_n, self._sizes = group.exchanged(counts_E, is_sent_nN.sum(1), top_k_index_NK.shape)
         sizes = self._sizes
         self._token_M = torch.nonzero_static(is_sent, size=sum(sizes.rows_sent)).flatten() % self._num
         index_S = (is_sent_nN.cumsum(1) - 1).flatten()[row_S]  # among those sent to the same rank
         index_T = index_S.new_empty(sum(sizes.choices_received))
         dist.all_to_all_single(index_T, index_S, sizes.choices_received, sizes.choices_sent, group=group.group)
-        starts = torch.tensor([0, *accumulate(sizes.rows_received[:-1])], device=device)
-        by_rank = torch.tensor(sizes.choices_received, device=device)
-        row_T = index_T + starts.repeat_interleave(by_rank, output_size=len(index_T))
+        start_n = rows_n.cumsum(0) - rows_n  # of each rank's rows among those received
+        row_T = index_T + start_n.repeat_interleave(counts_nE.sum(1), output_size=len(index_T))
         own_nE = torch.arange(len(group.own), device=device).repeat(group.degree)
-        own_T = own_nE.repeat_interleave(counts_nE, output_size=len(index_T))
+        own_T = own_nE.repeat_interleave(counts_nE.flatten(), output_size=len(index_T))
         self._order_T = own_T.argsort(stable=True)
         self.expert_T, self._row_T = own_T[self._order_T], row_T[self._order_T]
 
@@ -167,14 +168,9 @@ def _summed(x: torch.Tensor, rows: torch.Tensor, num: int) -> torch.Tensor:
     return x.new_zeros(num, *x.shape[1:], dtype=wide).index_add_(0, rows, x.to(wide)).to(x.dtype)
 
 
-def share_sent(degree: int, num_choices: int) -> float:
-    """The expected share of tokens that are sent to a rank, if choices are independent and uniform."""
-    return 1 - (1 - 1 / degree) ** num_choices
-
-
-def inverse(order_S: torch.Tensor) -> torch.Tensor:
-    """The inverse of a permutation."""
-    return torch.empty_like(order_S).scatter_(0, order_S, torch.arange(len(order_S), device=order_S.device))
+def share_sent(num_experts: int, degree: int, num_choices: int) -> float:
+    """The expected share of tokens that are sent to a rank, if all choices of experts are equally likely."""
+    return 1 - math.comb(num_experts - num_experts // degree, num_choices) / math.comb(num_experts, num_choices)
 
 
 def scaled_gradient(x: torch.Tensor, factor: float) -> torch.Tensor:

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from torch.nn.modules.conv import _ConvNd
 from transformers.integrations import moe
 
-from lit_fsdp.models.expert_parallel import Dispatch, ExpertGroup, inverse, scaled_gradient
+from lit_fsdp.models.expert_parallel import Dispatch, ExpertGroup, scaled_gradient
 from lit_fsdp.models.quantize import PackedExperts
 
 _PADDED_TO = 64  # on a CPU in bf16 the tokens of each expert are padded to a multiple of this
@@ -149,12 +149,13 @@ def _by_expert(
     """The experts' forward pass as transformers defines it: (N, I) to (N, O), with indices and weights (N, K)."""
     num_choices, group = top_k_index.shape[1], getattr(experts, "expert_group", None)
     if group is not None:
-        dispatch, own = Dispatch(group, top_k_index), {n: _own_factors(group, *given) for n, given in adapters.items()}
+        dispatch = Dispatch(group, top_k_index)
+        own = {name: _own_factors(group, *given) for name, given in adapters.items()}
         x_TI, weights_T1 = dispatch.there(hidden_states, top_k_weights)
         out_TO = _products(experts, packed, own, x_TI, dispatch.expert_T, len(group.own))
         return dispatch.back(out_TO * weights_T1, hidden_states.dtype)
     order_S = top_k_index.flatten().argsort(stable=True)
-    inverse_S = inverse(order_S)
+    inverse_S = torch.empty_like(order_S).scatter_(0, order_S, torch.arange(len(order_S), device=order_S.device))
     x_SI = _Rows.apply(hidden_states, order_S // num_choices, inverse_S, num_choices)
     out_SO = _products(experts, packed, adapters, x_SI, top_k_index.flatten()[order_S], experts.num_experts)
     out_NKO = _Rows.apply(out_SO, inverse_S, order_S, 1).view(*top_k_index.shape, -1)

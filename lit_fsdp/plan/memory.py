@@ -344,7 +344,9 @@ def _sent(
         return rank_bytes, node_bytes, 0.0
     config = model.config.get_text_config()
     passes = 2 + (strategy.activation_config.mode in ("full", "every_n", "memory_budget"))
-    rows = tokens * len(grouped_experts(model)) * (degree - 1) * share_sent(degree, _experts_per_token(model))
+    active = _experts_per_token(model)
+    shares = sum(share_sent(module.num_experts, degree, active) for module in grouped_experts(model).values())
+    rows = tokens * (degree - 1) * shares
     return rank_bytes, node_bytes, passes * 2 * rows * config.hidden_size * size
 
 

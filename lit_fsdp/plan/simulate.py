@@ -269,13 +269,14 @@ def _locals(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 def _evenly_exchanged(
     group: ExpertGroup, counts_E: torch.Tensor, rows_n: torch.Tensor, shape: torch.Size
-) -> tuple[torch.Tensor, Sizes]:
+) -> tuple[torch.Tensor, torch.Tensor, Sizes]:
     """Assume that the router sends equally many tokens to each rank, because fake tensors have no values."""
     n, (num_tokens, num_choices) = group.degree, shape
     choices = [num_tokens * num_choices // n] * n
     choices[0] += num_tokens * num_choices % n
-    rows = [min(choices[0], math.ceil(num_tokens * share_sent(n, num_choices)))] * n
-    return counts_E.new_empty(n * len(group.own)), Sizes(choices, [choices[0]] * n, rows, rows)
+    rows = [min(choices[0], math.ceil(num_tokens * share_sent(len(counts_E), n, num_choices)))] * n
+    counts_nE = counts_E.new_empty(n, len(group.own))
+    return counts_nE, rows_n.new_empty(n), Sizes(choices, [choices[0]] * n, rows, rows)
 
 
 def _engine_kinds(watch: _Watch) -> contextlib.ExitStack:

@@ -70,6 +70,8 @@ TORCHTUNE = {
         checkpointer: {checkpoint_dir: models/M}, gradient_accumulation_steps: 2, epochs: 1,
         loss: {_component_: torchtune.rlhf.loss.DPOLoss, beta: 0.05, label_smoothing: 0}}""",
 }
+ACCELERATE = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}, "num_processes": 4,
+              "parallelism_config": {"dp_shard_size": 2, "tp_size": 2}}  # fmt: skip
 ALPACA = {"_component_": "torchtune.datasets.alpaca_dataset"}
 
 
@@ -204,7 +206,13 @@ def test_values_of_theirs_that_are_easily_lost() -> None:
     shares = {fate.key: fate.text for fate in convert("axolotl", {**axolotl, "eval_steps": 0.1}).fates}
     assert shares["eval_steps"] == "dropped because it is a share of the run: set trainer.val_check_interval"
     split = convert("axolotl", {**axolotl, "tensor_parallel_size": 2, "dp_shard_size": 2, "fsdp_version": 2}, 2)
-    assert strategy(split)["shard_degree"] == 2
+    assert strategy(split)["shard_degree"] is None
+    split = convert("accelerate", ACCELERATE)
+    assert [fate.key for fate in split.fates if fate.differs] == ["parallelism_config.tp_size"]
+    style = {"field_prompt": "q", "field_chosen": "a", "field_rejected": "b"}
+    found = convert("axolotl", {**axolotl, "rl": "dpo", "datasets": [{"path": "org/pairs", "type": style}]})
+    columns = {"prompt": "q", "chosen": "a", "rejected": "b"}
+    assert found.recipe["data"]["train"] == [{"source": "org/pairs", "format": "preference", "columns": columns}]
 
     tune: dict[str, Any] = yaml.safe_load(TORCHTUNE["full"])
     whole = convert("torchtune", {**tune, "tokenizer": {**tune["tokenizer"], "max_seq_len": None}})
@@ -230,7 +238,7 @@ def test_the_deepspeed_file_of_a_trainer(kind: str, tmp_path: Path) -> None:
     given: dict[str, Any] = {"base_model": "m", "micro_batch_size": 2, "datasets": [CHAT], **loop}
     if kind == "hf-trainer":
         given = {"per_device_train_batch_size": 2, **loop}
-    for deepspeed in ("zero3.json", zero):
+    for deepspeed in ("zero3.json", zero, json.dumps(zero)):
         (tmp_path / "run.json").write_text(json.dumps({**given, "deepspeed": deepspeed}))
         found = convert_file(kind, tmp_path / "run.json", 4)
         assert [str(fate) for fate in found.fates if fate.differs] == []
@@ -242,6 +250,23 @@ def test_the_deepspeed_file_of_a_trainer(kind: str, tmp_path: Path) -> None:
         assert "deepspeed.zero_optimization.overlap_comm" in {fate.key for fate in found.fates}
 
 
+def test_deepspeeds_precision_and_that_of_the_trainer() -> None:
+    given: dict[str, Any] = {"base_model": "m", "warmup_steps": 1, **yaml.safe_load(LOOP), "datasets": [CHAT]}
+    for precision, stage, half, wanted in (
+        ({}, 3, "fp16", "fp16_mixed"),
+        ({"bf16": True}, 0, "bf16", "low_precision"),
+        ({"bf16": True}, 2, "bf16", "mixed"),
+    ):
+        zero = {"zero_optimization": {"stage": stage}, half: {"enabled": True}}
+        found = strategy(convert("axolotl", {**given, **precision, "deepspeed": zero}))["precision"]
+        assert (found if isinstance(found, str) else found["mode"]) == wanted
+    scheduler = {"type": "WarmupLR", "params": {"warmup_max_lr": "auto"}}
+    zero = {"zero_optimization": {"stage": 3}, "scheduler": scheduler}
+    found = convert("axolotl", {**given, "warmup_steps": None, "warmup_ratio": 0.1, "deepspeed": zero})
+    lost = [fate.key for fate in found.fates if fate.differs]
+    assert lost == ["deepspeed.scheduler.params.warmup_type (log by default)"]
+
+
 def test_refusals_name_the_key() -> None:
     base, tune = {"base_model": "m"}, yaml.safe_load(TORCHTUNE["dpo"])
     for kind, given, field in (
@@ -250,6 +275,7 @@ def test_refusals_name_the_key() -> None:
         ("axolotl", {**base, "datasets": ["org/chats"]}, "datasets.0"),
         ("axolotl", {**base, "rl": "grpo"}, "rl"),
         ("axolotl", {**base, "rl": "kto"}, "rl"),
+        ("axolotl", {**base, "deepspeed": ["a"]}, "deepspeed"),
         ("torchtune", {"policy_model": {}, "batch_size": 2}, "policy_model"),
         ("axolotl", {**base, "adapter": "llama-adapter"}, "adapter"),
         ("torchtune", {"batch_size": 2}, "model._component_"),

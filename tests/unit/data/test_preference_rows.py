@@ -90,6 +90,11 @@ def test_preferences_as_ms_swift_has_them():
     plain = {"prompt": [HI], "chosen": [YO], "rejected": [NO]}
     found, wanted = (_encode(one, "preference", template=CHATML).samples for one in (row, plain))
     assert [side.input_ids.tolist() for side in found] == [side.input_ids.tolist() for side in wanted]
+    null = {"prompt": None, "chosen": None, "rejected": None}  # as Parquet files of several formats have it
+    assert preference_sides({**row, **null}, "x") == preference_sides(row, "x")
+    calls = {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}]}
+    sides = preference_sides({"messages": [HI, calls], "rejected_response": "no"}, "x")
+    assert [side["completion"] for side in sides] == [[calls], [{"role": "assistant", "content": "no"}]]
     assert unread_columns({*row, "images"}, "preference") == ["images"]
     theirs = {"messages": [{"from": "user", "value": "hi"}, {"from": "assistant", "value": "yo"}]}
     assert preference_sides(theirs | {"rejected_response": "no"}, "x")[1]["completion"][0]["value"] == "no"
