@@ -27,7 +27,7 @@ from lit_fsdp.parallel.units import clean_name
 from lit_fsdp.redaction import redact_values
 
 _log = logging.getLogger(__name__)
-_ACCUMULATION = "lit_fsdp.accumulate_grad_batches"
+_ACCUMULATION, _DATA_RANKS = "lit_fsdp.accumulate_grad_batches", "lit_fsdp.data_ranks"
 
 
 class Checkpoint(ModelCheckpoint):
@@ -176,7 +176,7 @@ class Checkpoint(ModelCheckpoint):
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Save the accumulation for Lightning's micro-batch counters; secrets in hyper-parameters become ``***``."""
-        checkpoint[_ACCUMULATION] = trainer.accumulate_grad_batches
+        checkpoint[_ACCUMULATION], checkpoint[_DATA_RANKS] = trainer.accumulate_grad_batches, _data_ranks(trainer)
         for key in ("hyper_parameters", "datamodule_hyper_parameters"):
             if key in checkpoint:
                 checkpoint[key] = redact_values(checkpoint[key])
@@ -185,8 +185,8 @@ class Checkpoint(ModelCheckpoint):
         """Convert the counters to this run's micro-batches: the same step with other ranks or accumulation."""
         if checkpoint.get(IMPORTED):
             _fill_in_loops(trainer, checkpoint)
-        saved = checkpoint.get(_ACCUMULATION)
-        self._schedule = _count_in_micro_batches_of(trainer, checkpoint["loops"]["fit_loop"], saved)
+        saved = checkpoint.get(_ACCUMULATION), checkpoint.get(_DATA_RANKS)
+        self._schedule = _count_in_micro_batches_of(trainer, checkpoint["loops"]["fit_loop"], *saved)
 
     def state_dict(self) -> dict[str, Any]:
         """Return nothing: the state is read from the run folder."""
@@ -257,15 +257,23 @@ class Checkpoint(ModelCheckpoint):
         return Ranks().first("looking for disk space", check)
 
 
+def _data_ranks(trainer: Trainer) -> int:
+    """The number of ranks with rows of their own."""
+    kwargs: dict[str, Any] = getattr(trainer.strategy, "distributed_sampler_kwargs", {})
+    return int(kwargs.get("num_replicas", trainer.world_size))
+
+
 def _count_in_micro_batches_of(
-    trainer: Trainer, loop: dict[str, Any], saved: int | None
+    trainer: Trainer, loop: dict[str, Any], saved: int | None, data_ranks: int | None
 ) -> GradientAccumulationScheduler | None:
     """Adapt the saved counters of a fit loop to the run of ``trainer``, in place.
 
-    Three things are fixed. After the end of an epoch Lightning continues counting from its last micro-batch and would
-    step too early if the last accumulation was short. After a save during a validation inside an accumulation, the data
-    repeat that global batch. Another number of ranks changes the accumulation (``saved``: micro-batches per step at the
-    time of saving, if known). Returns the callback that sets the accumulation of each epoch.
+    ``saved`` are the micro-batches per step, ``data_ranks`` the ranks with rows of their own, both when the checkpoint
+    was saved, if known. Four things are fixed. After the end of an epoch Lightning continues counting from its last
+    micro-batch and would step too early if the last accumulation was short. After a save during a validation inside an
+    accumulation, the data repeat that global batch. Another number of ranks changes the accumulation of our data module
+    and, with Lightning's sampler, the number of batches in an epoch. Returns the callback that sets the accumulation of
+    each epoch.
     """
     batches, epochs = loop["epoch_loop.batch_progress"], loop["epoch_progress"]
     current = batches["current"]
@@ -279,9 +287,20 @@ def _count_in_micro_batches_of(
         now = schedule.get_accumulate_grad_batches(max(0, epochs["current"]["ready"] - 1))
     before = now if saved is None else saved
     taken = 0 if batches["is_last_batch"] else current["ready"] % before
+    ranks, is_ours = _data_ranks(trainer), hasattr(getattr(trainer, "datamodule", None), "position_at")
+    is_divided = not is_ours and data_ranks not in (None, ranks)
+    if is_divided and not trainer._accelerator_connector.use_distributed_sampler:
+        text = (
+            "%d ranks had rows of their own when the checkpoint was saved, and %d have now: the position of your own "
+        )
+        _log.warning(text + "sampler in the epoch may differ", data_ranks, ranks)
+        is_divided = False
     for counters in (batches["total"], current):
         ready = counters["ready"] - taken
-        if before != now:
+        if is_divided:
+            ready *= data_ranks or 1
+            ready = -(-ready // ranks) if batches["is_last_batch"] else ready // ranks
+        elif before != now:
             ready = -(-ready // before) * now
         counters.update({name: ready - (counters["ready"] - count) for name, count in counters.items()})
     return schedule

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 import time
@@ -50,8 +51,7 @@ class RunProgress(ProgressBar):
         self._started = self._printed = self._stepped = time.perf_counter()
         if not trainer.is_global_zero:
             return
-        steps = trainer.estimated_stepping_batches
-        self._total = int(steps) if steps not in (-1, float("inf")) else None
+        self._total = _last_step(trainer)
         console = Console(stderr=True)
         if sys.stderr.isatty() and console.is_interactive:  # a dumb terminal would show only the last line
             # if the line is too narrow, the numbers at its end are truncated
@@ -117,3 +117,18 @@ class RunProgress(ProgressBar):
             seconds = int((self._stepped - self._started) / done * (self._total - self._seen_step))
             left = f"{seconds // 60}:{seconds % 60:02d} left"
         print(f"step {self._seen_step}/{self._total}  {text}  {left}".rstrip(), file=sys.stderr)
+
+
+def _last_step(trainer: Trainer) -> int | None:
+    """The step at which training ends, if known; after a resume on other ranks, epochs may have other lengths."""
+    steps = trainer.estimated_stepping_batches
+    if steps in (-1, float("inf")):
+        return None
+    loop: Any = trainer.fit_loop if trainer.global_step else None
+    if loop is None or not loop.max_epochs or loop.max_epochs < 1:
+        return int(steps)
+    every, length = trainer.accumulate_grad_batches, int(trainer.num_training_batches)
+    epochs, batches = loop.epoch_progress.current, loop.epoch_loop.batch_progress.current
+    done = 0 if epochs.processed == epochs.ready else math.ceil(min(length, batches.ready) / every)
+    last = trainer.global_step + (loop.max_epochs - trainer.current_epoch) * math.ceil(length / every) - done
+    return last if trainer.max_steps < 0 else min(last, trainer.max_steps)

@@ -52,7 +52,8 @@ ARGUMENTS: Table = {
     "ddp_backend": Keep("process_group_backend", {"nccl": "nccl", "gloo": "gloo"}, other="only gloo and nccl work"),
     "tf32": Drop("fp32 never uses TF32 here; with bf16 and fp16 it has no effect"),
     "average_tokens_across_devices": Drop("every token has equal weight here, on any rank", "true"),
-    **rows("label_smoothing_factor neftune_noise_alpha auto_find_batch_size optim_args optim_target_modules "
+    "neftune_noise_alpha": Keep("model.neftune_alpha"),
+    **rows("label_smoothing_factor auto_find_batch_size optim_args optim_target_modules "
            "group_by_length parallelism_config accelerator_config.split_batches",
            Drop("this method is not supported", OFF)),
     **rows("do_* overwrite_output_dir resume_from_checkpoint local_rank push_to_hub hub_* debug skip_memory_metrics",

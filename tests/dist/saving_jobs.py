@@ -22,6 +22,7 @@ from lightning.pytorch.callbacks import (
 from torch.utils.data import DataLoader
 
 from lit_fsdp import Checkpoint, EMAWeights
+from lit_fsdp.callbacks.progress import RunProgress
 from lit_fsdp.callbacks.stop import StopOnSignal, StopRequested
 from lit_fsdp.checkpoint import disk_space, run_folder
 from lit_fsdp.checkpoint.manifest import read_manifest
@@ -30,7 +31,7 @@ from lit_fsdp.errors import CheckpointError, ConfigError
 from lit_fsdp.parallel.base import EngineStrategy
 from lit_fsdp.signals import SignalFlags
 from tests.dist.foreign_jobs import ForeignNet, ForeignNetWithValidation, StepLosses, loader
-from tests.dist.jobs import local, trainer_for, whole
+from tests.dist.jobs import here, local, trainer_for, whole
 
 
 class OwnMetric(ForeignNet):
@@ -93,6 +94,37 @@ def train_with_schedule(
     trainer = trainer_for({"precision": "fp32", **strategy}, [*callbacks, accumulation], **options)
     trainer.fit(ForeignNet(), loader(range(5)), ckpt_path=ckpt_path)
     return {"seen": seen, "steps": trainer.global_step}
+
+
+class Numbered(ForeignNet):
+    """Trains on 48 numbered rows of a loader without a sampler, and notes which by epoch and step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[list[int]] = []
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(range(48), batch_size=4, shuffle=True)  # type: ignore[arg-type]
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(range(2), batch_size=1)  # type: ignore[arg-type]
+
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        self.log("val_loss", batch.float().mean(), sync_dist=True)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        self.seen += [[self.trainer.current_epoch, self.trainer.global_step, int(row)] for row in batch]
+        return self(batch.float()[:, None].expand(-1, 12)).square().mean()
+
+
+def see_rows(run: str, epochs: int, ckpt_path: str | None = None) -> dict[str, Any]:
+    """The rows that this rank has seen, and the last step of the progress lines."""
+    module, progress = Numbered(), RunProgress()
+    callbacks = [Checkpoint(every_steps=4, keep_last=-1), progress]
+    options: dict[str, Any] = {"max_epochs": epochs, "default_root_dir": run, "use_distributed_sampler": True}
+    trainer = trainer_for({"engine": "fsdp2"}, callbacks, enable_progress_bar=True, **options)
+    trainer.fit(module, ckpt_path=ckpt_path)
+    return {"seen": module.seen, "steps": trainer.global_step, "total": progress._total if here()[0] == 0 else None}
 
 
 class Described(ForeignNet):

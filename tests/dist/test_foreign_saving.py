@@ -73,6 +73,19 @@ def test_an_accumulation_that_changes_with_the_epochs_goes_on_where_it_was(tmp_p
         assert again["steps"] == whole["steps"]
 
 
+def test_rows_of_lightnings_sampler_on_other_ranks(tmp_path: Path) -> None:
+    """As many rows as are left, resumed in the middle of an epoch (step 4 of 6 on two ranks) and at its end."""
+    saved, at = on_ranks("see_rows", 2, run=tmp_path / "two", epochs=1), tmp_path / "two" / "checkpoints"
+    assert [one["steps"] for one in saved] == [6, 6]
+    for ranks, step, steps in ((1, 4, 20), (1, 6, 18), (4, 4, 8), (4, 6, 9), (2, 4, 12)):
+        run, start = tmp_path / f"{ranks}-{step}", at / f"step-{step:08d}"
+        found = on_ranks("see_rows", ranks, run=run, epochs=2, ckpt_path=start)
+        seen = [[row for one in found for epoch, _, row in one["seen"] if epoch == number] for number in (0, 1)]
+        assert len(seen[0]) == (16 if step == 4 else 0), (ranks, step)  # Lightning begins the loader anew
+        assert sorted(seen[1]) == list(range(48)), (ranks, step)
+        assert (found[0]["steps"], found[0]["total"]) == (steps, steps), (ranks, step)
+
+
 def test_hyperparameters_that_no_checkpoint_can_hold(tmp_path: Path) -> None:
     """Said before the first step, with every key; without a checkpoint callback nobody minds them."""
     job = {"strategy": {"engine": "fsdp2"}, "run": tmp_path}

@@ -27,7 +27,8 @@ def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 @pytest.fixture
 def trainer() -> Any:
     metrics = {name: torch.tensor(value) for name, value in METRICS.items()}
-    plan = {"estimated_stepping_batches": 20, "log_every_n_steps": 2, "is_global_zero": True}
+    loop = SimpleNamespace(max_epochs=-1)
+    plan = {"estimated_stepping_batches": 20, "log_every_n_steps": 2, "is_global_zero": True, "fit_loop": loop}
     state = {"sanity_checking": False, "validating": False, "state": SimpleNamespace(fn="fit")}
     return SimpleNamespace(global_step=0, callback_metrics=metrics, **plan, **state)
 
