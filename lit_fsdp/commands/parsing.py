@@ -66,7 +66,10 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Name
     """Parse the flags of a verb without a recipe; errors suggest the nearest flag, or the one that a value needs."""
     needed = [action for action in parser._actions if action.required]
     if needed and all(action.option_strings for action in needed) and argv and not argv[0].startswith("-"):
-        fix = f"write {parser.prog} {needed[0].option_strings[0]} {shlex.join(argv)}"
+        words, flags = list(argv), [action.option_strings[0] for action in parser._actions if action.option_strings]
+        if words[1:2] and not words[1].startswith("-") and "--prompt" in flags:
+            words[1:] = ["--prompt", *words[1:]]
+        fix = f"write {parser.prog} {needed[0].option_strings[0]} {shlex.join(words)}"
         raise ConfigError(parser.prog, f"{argv[0]} without a flag", "flags and their values", fix)
     flags = [flag for action in parser._actions for flag in action.option_strings]
     for name in (word.partition("=")[0] for word in _declared(parser, argv) if word.startswith("--")):

@@ -148,7 +148,7 @@ def run_plan(argv: Sequence[str]) -> int:
             f"{size_words(sent['tokens'])} of tokens and weights with expert_parallel: {degree}; {better} sends less"
         )
     if host_gib < math.inf:
-        verdict = "fits" if too_much <= 0 else f"does not fit: {too_much:.1f} GiB too much"
+        verdict = "fits" if too_much <= 0 else f"does not fit: exceeds it by {too_much:.1f} GiB"
         lines.append(f"this recipe on a host of {host_gib:g} GiB: {verdict}")
     if taken is not None:
         kinds = {"communication": "communication", "copies": "copying from and to the host"}
@@ -213,7 +213,7 @@ def _verdict(found: Any, gib: float) -> str:
     from lit_fsdp.plan.memory import USABLE
 
     room, usable = found.room(gib) / 2**30, f"{gib:g} GiB ({USABLE:.0%} of them usable)"
-    return f"fits into {usable}" if room >= 0 else f"does not fit into {usable}: {-room:.1f} GiB too much"
+    return f"fits into {usable}" if room >= 0 else f"does not fit into {usable}: exceeds it by {-room:.1f} GiB"
 
 
 def _gpu(name: str) -> Any:
@@ -249,7 +249,7 @@ def _memory_table(found: Any, host: Mapping[str, int]) -> str:
         ("gathered weights, in use and prefetched", step.gathered),
         ("gradients being reduced", step.reduced),
         ("framework (assumed: context, NCCL, cuBLAS)", OVERHEAD_BYTES),
-        (f"peak on the device ({step.moment}; a block and the head do not peak at once)", found.peak + OVERHEAD_BYTES),
+        (f"peak of the device (in {step.moment}; block and head do not coincide)", found.peak + OVERHEAD_BYTES),
         (f"between steps{where}", found.parameters + found.optimizer + found.gradients),
         ("while loading", found.parameters + found.largest_tensor),
         ("host of a node: state of cpu_offload", host["state"]),
@@ -263,11 +263,13 @@ def _memory_table(found: Any, host: Mapping[str, int]) -> str:
 
 
 def _search_table(results: Sequence[dict[str, Any]]) -> str:
+    from lit_fsdp.plan.memory import OVERHEAD_BYTES
+
     heads = ("choice", "micro-batch", "GiB", "host GiB", "tokens/s")
     rows = []
     for found in results:
         rate = f"{found['tokens_per_second']:,.0f}" if found["tokens_per_second"] else "-"
-        sizes = f"{found['peak'] / 2**30:.1f}", f"{found['host'] / 2**30:.0f}"
+        sizes = f"{(found['peak'] + OVERHEAD_BYTES) / 2**30:.1f}", f"{found['host'] / 2**30:.0f}"
         rows.append((found["choice"], str(found["micro_batch_size"] or "none"), *sizes, rate))
     return columns([heads, *rows], right=heads[1:])
 

@@ -130,13 +130,21 @@ def parser_error(message: str, known: Iterable[str]) -> ConfigError:
     allowed = " | ".join(dict.fromkeys(shown))
     given, fix = _as_yaml(value[1]), f"write {key}: {near}" if near else ""
     is_item = given[:1] == "{" or ("," in given and given[:1] != "[") or ({*shown} <= {"a list", "null"} and not near)
-    if key == "model.lora" or ("a list" in shown and is_item):
+    if key == "model.lora" or ("a list" in shown and is_item and len(_lines_of(message)) < 2):
         fix = f"write {section_fix(key) if key == 'model.lora' else f'{key}: [{given}]'}"
+    elif len(lines := _lines_of(message)) > 1 and "a list" in shown:
+        fix = f"write {key}: [{', '.join(lines)}]"
     elif key == "data.columns" and given == "null":  # YAML reads {prompt:question} as a key without a value
         fix = "put a space after each colon: {KEY: COLUMN}"
     elif "a mapping" in shown and (pair := re.fullmatch(r"(\w+):(\S+)", given)):
         fix = f"write {key}: {{{pair[1]}: {pair[2]}}}"
     return ConfigError(key, given, allowed, fix)
+
+
+def _lines_of(message: str) -> list[str]:
+    """The lines of a text that is given in place of another value."""
+    found = re.search(r"Given value type: <class 'str'>\s+Given value: (.*)\Z", message, re.DOTALL)
+    return [line.strip() for line in found[1].splitlines() if line.strip()] if found else []
 
 
 def _as_yaml(text: str) -> str:

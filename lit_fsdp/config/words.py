@@ -70,7 +70,7 @@ _VERBS = {
     "model prepare": "download convert_to_litgpt", "data inspect": "inspect preprocess tokenize",
     "plan": "estimate estimate_memory",
     "recipes ls": "ls list", "recipes cp": "cp copy init", "slurm submit": "submit sbatch",
-    "report": "compare diff",
+    "report": "compare diff", "fit --ckpt_path last": "resume continue",
 }  # fmt: skip
 _FLAGS = {
     "--ckpt": "config checkpoint ckpt_path checkpoint_dir checkpoint_path model",
@@ -79,6 +79,7 @@ _FLAGS = {
     "--max_new_tokens": "max_tokens max_length",
 }
 _VALUES = {
+    **{(key, "false"): "data.train_on_prompt: true" for key in ("assistant_only_loss", "completion_only_loss")},
     ("report_to", "none"): "trainer.logger: false", ("adapter", "qlora"): "model.lora.quantize: nf4",
     **{(key, name.lower().removesuffix("logger")): f"{_LOGGER}.{name}}}" for key in ("report_to", "log_with")
        for name in ("TensorBoardLogger", "MLFlowLogger", "CSVLogger", "WandbLogger")},
@@ -96,6 +97,9 @@ _VALUES = {
 _CALLBACKS = "add trainer.callbacks: [{class_path: "
 ELSEWHERE = {
     "deepspeed": "run lit-fsdp convert deepspeed FILE",
+    "mail_type": "write slurm.extra: [--mail-type=END]",
+    "mail_user": "write slurm.extra: [--mail-user=ADDRESS]",
+    "gres": "write --gpus-per-node N",
     "push_to_hub": "after the run: lit-fsdp export --ckpt RUN --out FOLDER --push-to-hub NAME",
     "ema_decay": _CALLBACKS + "lit_fsdp.EMAWeights, init_args: {decay: 0.999}}]",
     "early_stopping_patience": _CALLBACKS
@@ -139,6 +143,8 @@ _STEPS = ("eval_steps", "eval_interval")
 """Keys that count optimizer steps, where ours counts micro-batches."""
 _SWITCHES = ("data.packing", "data.streaming", "model.trust_remote_code", f"{_S}.cpu_offload", f"{_S}.compile")
 """Keys that are true or false."""
+_LISTS = ("slurm.setup", "slurm.extra", "slurm.command", "slurm.container_mounts", "model.freeze")
+"""Keys with lists of text."""
 _LOSSES = ("ipo", "orpo", "simpo")
 _ARGUMENTS = ("model.lora.", "model.class_path", "trainer.callbacks.", "trainer.logger.")
 """Beginnings of keys that no parser lists, as they depend on other values."""
@@ -151,11 +157,13 @@ def as_flag(error: ConfigError, argv: Sequence[str], known: Collection[str]) -> 
     the keys that exist.
     """
     fix, field, is_unknown = error.fix, error.field, error.given == UNKNOWN_KEY
+    fix, *others = re.split(r"(?<=[\]}]), or ", fix, maxsplit=1)
     found = re.fullmatch(r"(?:write|set) ([\w.]+)(?:: ([\[{].*|[^\s,;]+))?", fix)
+    alternative = "".join(f", or {other}" for other in others)
     words, own_key = [underscored(word) for word in argv], field.rpartition(".")[2].replace("-", "_")
     flags = [index for index, word in enumerate(words) if re.match(rf"--{re.escape(field)}(=|$)", word)]
     if not found or not flags:
-        return fix
+        return fix + alternative
     key, value = found[1], (found[2] or "").strip("'\"")
     beside = f"{field.rpartition('.')[0]}.{key}"
     key = next((one for one in (key, beside) if one in known or one.startswith(_ARGUMENTS)), "")
@@ -168,9 +176,12 @@ def as_flag(error: ConfigError, argv: Sequence[str], known: Collection[str]) -> 
     elif value and key != field and own.lower() in ("false", "no", "none", "null", "off", "0"):
         return "remove it"
     if not key or (not value and (not is_unknown or own_key in _OTHER_MEANING.split())):
-        return fix
+        return fix + alternative
+    if key == "slurm.env" and not value and (pair := re.fullmatch(r"(\w+)=(.*)", own)):
+        return f"write --slurm.env.{pair[1]} {shlex.quote(pair[2])}"
+    own = f"[{own}]" if key in _LISTS and own and own[:1] != "[" else own
     value = shlex.quote(value or own or ("true" if key in _SWITCHES else "VALUE"))
     if key == "model.class_path":
         return f"write --model {value}" + (f" --model.preference.loss {own.lower()}" if own.lower() in _LOSSES else "")
     counts = " (in micro-batches: multiply by trainer.accumulate_grad_batches)" if own_key in _STEPS else ""
-    return f"write --{key} {value}{counts}"
+    return f"write --{key} {value}{counts}{alternative}"

@@ -31,6 +31,8 @@ def convert_file(kind: str, path: Path, ranks: int | None = None, num_nodes: int
     Raises:
         ConfigError: The file cannot be read, the library would not accept a value, or values conflict.
     """
+    fix = "write the arguments that the script sets into a YAML file, by their names"
+    require(path.suffix != ".py", "file", f"{path}, a script", "a YAML or JSON file", fix)
     values, conversion = read_mapping("file", str(path)), Conversion()
     if kind == "accelerate":
         require(not ranks, "--ranks", ranks, "nothing: num_processes is in the file", "drop it")

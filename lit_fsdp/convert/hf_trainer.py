@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from lit_fsdp.config.words import ROWS_FILES
 from lit_fsdp.convert.accelerate import SHARDINGS, convert_fsdp, fsdp_table
 from lit_fsdp.convert.conversion import Conversion, Given, choose, names, number, read_mapping
 from lit_fsdp.convert.deepspeed import put_deepspeed, put_engine, put_precision, put_ranks
-from lit_fsdp.convert.tables import FILLED_IN, OFF, Drop, Keep, Source, Table, rows
+from lit_fsdp.convert.tables import FILLED_IN, OFF, Drop, Keep, Source, Table, put_data_sets, rows
 
 _RECOMPUTE = Keep("activation_checkpointing.mode", {"true": "full", "false": None}, "the blocks of the wrap choice")
 _SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant",
@@ -73,7 +74,9 @@ ARGUMENTS: Table = {
 
 
 _TRL: Table = {  # its SFTConfig, ModelConfig and ScriptArguments, 1.16
-    **rows("use_peft load_in_4bit dataset_name dataset_config dataset_train_split dataset_text_field dtype", None),
+    **rows(
+        "use_peft load_in_4bit datasets dataset_name dataset_config dataset_train_split dataset_text_field dtype", None
+    ),
     "chat_template_path": Keep("data.chat_template"),
     "dataset_num_proc": Keep("data.num_tokenizers"),
     "truncation_mode": Keep("data.truncation", {"keep_start": "end", "keep_end": "start"}),
@@ -105,8 +108,14 @@ _TRL: Table = {  # its SFTConfig, ModelConfig and ScriptArguments, 1.16
     **rows("dataset_streaming ignore_bias_buffers", Drop("it does not change what is trained")),
 }
 """Keys of TRL's scripts, besides those of TrainingArguments."""
+_OF_MIXTURE: Table = {
+    "columns": Drop("columns that a row format does not have are not read"),
+    "data_dir": Drop("name its files as data_files", OFF),
+}
+"""Keys of one of TRL's ``datasets``, besides those of all data sets."""
 _ONLY_TRL = set(
-    "use_peft packing max_length assistant_only_loss completion_only_loss dataset_train_split dataset_test_split "
+    "use_peft packing datasets max_length "
+    "assistant_only_loss completion_only_loss dataset_train_split dataset_test_split "
     "dataset_text_field dataset_num_proc packing_strategy padding_free truncation_mode chat_template_path".split()
 )
 """Keys that scripts of Transformers do not have; a file with one of them has TRL's defaults."""
@@ -164,6 +173,9 @@ def put_adapters(conversion: Conversion, source: Source, folder: Path) -> None:
         conversion.drop(bits, "only the base of adapters is quantized", differs=bits.on)
     if not adapters.on:
         source.ignore("lora_ use_rslora use_dora use_bnb_nested_quant bnb_", "there are no adapters")
+    mixture, of_set = source.take("datasets"), partial(Source, conversion, _OF_MIXTURE)
+    if mixture.key:
+        put_data_sets(conversion, mixture, "data.train", "path", lambda key, own, entry: of_set(entry, key))
     parts = [source.take(f"dataset_{part}") for part in ("name", "config", "train_split")]
     data, subset, split = parts
     text = source.take("dataset_text_field", "text")

@@ -154,7 +154,7 @@ def _named(name: str, tokenizer: Any) -> str:
     missing = [token for token in _NEEDS[name].split() if token not in tokenizer.added_tokens_encoder]
     given = f"{name}, and the tokenizer lacks {', '.join(missing)}"
     allowed = "a template whose special tokens the tokenizer has; zephyr and plain need only EOS"
-    require(not missing, _FIELD, given, allowed, f"set model.add_tokens: {missing}, or set {_FIELD}: plain")
+    require(not missing, _FIELD, given, allowed, f"set model.add_tokens: {json.dumps(missing)}, or set {_FIELD}: plain")
     fits = tokenizer.eos_token is not None or "eos_token" not in source
     require(fits, _FIELD, f"{name}, and the tokenizer has no EOS", "one with eos_token", f"set {_FIELD}: chatml")
     if tokenizer.convert_ids_to_tokens(added_tokens(tokenizer)[0]) == [tokenizer.bos_token]:

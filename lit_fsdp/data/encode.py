@@ -217,7 +217,7 @@ class RowEncoder:
             raise DataError(
                 f"{location}: token {token!r} ({highest}) has no embedding in the model\n"
                 f"  allowed: token ids 0 to {self._num_ids - 1}\n"
-                f"  fix:     remove the row (data.on_bad_row: drop), or set model.add_tokens: [{token!r}]"
+                f"  fix:     remove the row (data.on_bad_row: drop), or set model.add_tokens: [{json.dumps(token)}]"
             )
 
     def _preferences(self, rows: Sequence[Mapping[str, Any]], locations: Sequence[str]) -> list[EncodedRow]:

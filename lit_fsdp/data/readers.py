@@ -13,6 +13,7 @@ import gzip
 import io
 import json
 import random
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import islice
@@ -189,7 +190,9 @@ def from_json(content: bytes, location: str, is_text: bool = False) -> Any:
         return DataError(f"{location}: not UTF-8 at byte {error.start}")
     except (ValueError, RecursionError) as error:
         shown = content[:60].decode("utf-8", "replace").rstrip()
-        return DataError(f"{location}: not JSON ({error}): {shown!r}")
+        why = re.sub(r"line 1 (column \d+) \(char \d+\)", r"\1", str(error))
+        fix = "correct the line, or set data.on_bad_row: drop"
+        return DataError(f"{location}: not JSON ({why}): {shown!r}\n  fix:     {fix}")
 
 
 def _as_written(value: Any, kind: Any) -> Any:

@@ -92,6 +92,7 @@ def plan_job(run: RunConfig, ckpt_path: str | None = None) -> Job:
     require(nodes == run.num_nodes, "slurm.nodes", given, "equal numbers", f"give --nodes {nodes}")
     given = f"{wanted} with trainer.devices {tasks} and trainer.accelerator {accelerator or 'auto'}"
     fix = "give --gpus-per-node N; for processes on CPUs set trainer.accelerator: cpu and slurm.gpus_per_node: 0"
+    fix = "set trainer.accelerator: gpu" if accelerator == "cpu" and wanted else fix
     require(wanted in (None, gpus), "slurm.gpus_per_node", given, f"{gpus}", fix)
     folder = Path(run.trainer.get("default_root_dir") or "runs/run").expanduser().absolute()
     allowed = "one line without backslashes: SLURM does not insert the job ID into paths with them"

@@ -56,7 +56,8 @@ def fetch(
             f"{name}, which could not be fetched ({redact(' '.join(str(error).split()))[:300]})",
             "a folder, GGUF file or config .json that exists, or a repository that can be reached or is in the cache",
             "for a gated model accept its terms on the hub and run hf auth login; without a network here run"
-            f" lit-fsdp model prepare --name {name} on a machine with network and the same HF_HOME",
+            f" lit-fsdp model prepare --name {name} on a machine with network and the same HF_HOME, or set model.name"
+            " to a folder or GGUF file, such as that of make quickstart in runs/quickstart-data",
         ) from error
 
 

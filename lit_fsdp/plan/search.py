@@ -202,12 +202,15 @@ def _lighter(run: RunConfig) -> Iterator[tuple[str, Choice | None]]:
     rows, world, lora = run.data.micro_batch_size, run.world_size or 1, run.model.lora or _LORA
     degree = run.strategy.context_config.degree
     may_accumulate = run.strategy.engine != "fsdp1" or not run.strategy.cpu_offload  # see check_accumulation
-    for fewer in [n for n in range(rows - 1, 0, -1) if rows % n == 0 and may_accumulate][:1]:
+    divisors = [n for n in range(rows - 1, 0, -1) if rows % n == 0 and may_accumulate]
+    for fewer in dict.fromkeys(divisors[:1] + divisors[-1:]):
         steps = (run.data.global_batch_size or 0) // (fewer * run.data_ranks)
         changes = {"data.micro_batch_size": fewer, "trainer.accumulate_grad_batches": steps}
         yield f"accumulates over {steps} micro-batches; same global batch", Choice(with_rows(run, fewer), changes)
     whole = _WHOLE if run.strategy.is_sharded else {"engine": "fsdp2", **_WHOLE}
     yield "blocks are recomputed", changed(run, {"activation_checkpointing": "full"})
+    if world == 1 and run.strategy.is_sharded:
+        yield "the only rank gathers no weights", changed(run, {"engine": "single"})
     if world > 1:
         yield "weights, gradients and optimizer state are sharded", changed(run, whole)
     if run.strategy.engine == "fsdp2" and world % (2 * degree) == 0:

@@ -57,7 +57,7 @@ def _decoded(tokenizer: Any, ids: list[int], start: int, end: int) -> str:
 def print_samples(console: Console, tokenizer: Any, name: str, samples: Sequence[Sample]) -> None:
     """Print samples as text, with supervised tokens in color and between ``⟦`` and ``⟧``."""
     say = partial(console.print, soft_wrap=True, highlight=False)
-    say(Text("supervised tokens are between ⟦ and ⟧, ⟨U+001B⟩ is an escaped control character"))
+    say(Text("supervised tokens are between ⟦ and ⟧; control characters are escaped, such as ⟨U+001B⟩"))
     for number, (ids, supervised) in enumerate(samples):
         title = f"\n━━ {name} {number}: {len(ids):,} tokens, {np.count_nonzero(supervised):,} supervised"
         say(Text(title, _HEAD))

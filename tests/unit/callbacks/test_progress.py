@@ -29,6 +29,7 @@ def trainer() -> Any:
     metrics = {name: torch.tensor(value) for name, value in METRICS.items()}
     loop = SimpleNamespace(max_epochs=-1)
     plan = {"estimated_stepping_batches": 20, "log_every_n_steps": 2, "is_global_zero": True, "fit_loop": loop}
+    plan |= {"max_steps": -1, "max_epochs": 1}
     state = {"sanity_checking": False, "validating": False, "state": SimpleNamespace(fn="fit")}
     return SimpleNamespace(global_step=0, callback_metrics=metrics, **plan, **state)
 

@@ -212,6 +212,8 @@ def test_flags_with_mappings_and_keys_below_them(load: Any) -> None:
     assert load(one="trainer: {strategy: ddp}", two=ours).run.strategy.engine == "fsdp1"
     dotted = "model:\n  lora: {peft_args: {bias: none}, peft_args.rank_pattern.q_proj: 8}"
     assert load(more=dotted).run.model.lora.peft_args == {"bias": "none", "rank_pattern": {"q_proj": 8}}
+    error = refused(load, more="slurm:\n  setup: |\n    module load cuda\n    source venv/bin/activate\n")
+    assert error.fix == "write slurm.setup: [module load cuda, source venv/bin/activate]"
     error = refused(load, more="model: {freeze: lm_head}")
     assert (error.given, error.fix) == ("lm_head", "write model.freeze: [lm_head]")
     assert load(more='{\n\t"model": {"optim": {"lr": 1e-4}}\n}').run.model.optim.lr == 1e-4

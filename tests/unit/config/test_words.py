@@ -62,6 +62,10 @@ def test_a_fix_is_a_flag_to_paste_with_the_users_value(capsys: pytest.CaptureFix
         ("--optim paged_adamw_8bit", "--model.optim.optimizer torchao.optim.AdamW8bit"),
         ("--lr_scheduler_type constant_with_warmup", "--model.optim.schedule constant"),
         ("--data.path rows.jsonl", "--data.train rows.jsonl"),
+        ("--assistant_only_loss false", "--data.train_on_prompt true"),
+        ("--setup 'module load cuda'", "--slurm.setup '[module load cuda]'"),
+        ("--env HF_HOME=/x", "--slurm.env.HF_HOME /x"),
+        ("--mail-type END", "--slurm.extra '[--mail-type=END]'"),
         ("--trainer.strategy.init_args.engine fsdp3", "--trainer.strategy.init_args.engine fsdp2"),
         ("--fsdp full_shard", "--trainer.strategy.init_args.sharding full_shard"),
         ("--fsdp_sharding_strategy HYBRID_SHARD", "--trainer.strategy.init_args.sharding hybrid_shard"),
@@ -100,6 +104,8 @@ def test_a_fix_is_a_flag_to_paste_with_the_users_value(capsys: pytest.CaptureFix
     ):
         assert main(["fit", *recipe, *([words] if "{" in words else words.split())]) == 2
         assert f"fix:     {said}" in capsys.readouterr().err, words
+    assert main(["generate", "runs/my", "Hi there"]) == 2
+    assert capsys.readouterr().err.endswith("write lit-fsdp generate --model runs/my --prompt 'Hi there'\n")
     for words, fix in (("generate runs/my run", "--model 'runs/my run'"), ("export runs/x", "--ckpt runs/x")):
         verb, _, path = words.partition(" ")
         assert main([verb, path]) == 2
@@ -173,7 +179,8 @@ def test_wrong_flags_and_values():
         ("--data.columns 3", "data.columns", None),
         ("--checkpoint.every_steps foo", "checkpoint.every_steps", None),
         ("--checkpoint 5", "checkpoint", "write --checkpoint.KEY VALUE"),
-        ("--trainer {class_path: x}", "trainer", "write --trainer.KEY VALUE"),
+        ("--trainer {max_step: 3}", "trainer.max_step", "write trainer.max_steps"),
+        ("--trainer 3", "trainer", "write --trainer.KEY VALUE"),
     ):
         error = refused(load_recipe, [*BASE, *words.split(maxsplit=1)], "fit")
         assert (error.field, fix or error.fix) == (field, error.fix), str(error)

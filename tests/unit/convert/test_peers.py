@@ -227,6 +227,16 @@ def test_values_of_theirs_that_are_easily_lost() -> None:
     assert convert("torchtune", {**tune, **every}).recipe["trainer"]["val_check_interval"] == 400  # micro-batches
 
 
+def test_trls_mixture_of_data_sets() -> None:
+    mixture = [{"path": "json", "data_files": "rows.jsonl"}, {"path": "org/more", "name": "small", "columns": ["text"]}]
+    given = {"datasets": mixture, "assistant_only_loss": True, "neftune_noise_alpha": 5, "max_steps": 4}
+    found = convert("hf-trainer", given)
+    assert found.recipe["data"]["train"] == [{"source": "rows.jsonl"}, {"source": "org/more:small:train"}]
+    assert found.recipe["model"]["neftune_alpha"] == 5
+    assert found.recipe["model"]["optim"]["lr"] == 2e-5  # as in TRL
+    assert not found.differs
+
+
 @pytest.mark.parametrize("kind", ["axolotl", "hf-trainer"])
 def test_the_deepspeed_file_of_a_trainer(kind: str, tmp_path: Path) -> None:
     """Its stage applies, and "auto" is what the trainer's file says."""

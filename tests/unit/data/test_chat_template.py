@@ -75,7 +75,7 @@ def test_a_named_template_says_what_it_lacks(fitted: Any):
         if missing:
             with pytest.raises(ConfigError) as caught:
                 find_template(name, tokenizer)
-            assert sorted(re.findall(r"'(\S+)'", caught.value.fix)) == missing
+            assert sorted(re.findall(r'"(\S+)"', caught.value.fix)) == missing
         tokenizer.add_tokens(missing, special_tokens=True)
         assert find_template(name, tokenizer) is not None
         tokenizer.eos_token = None

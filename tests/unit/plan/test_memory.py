@@ -229,7 +229,7 @@ def test_the_recipe_or_nothing_fits(tmp_path: Path, capsys: pytest.CaptureFixtur
     out = capsys.readouterr().out
     assert "nothing fits into 1 GiB" in out
     assert re.search(
-        r"micro-batch \d+ does not fit into 1 GiB \(97% of them usable\): \d.* GiB too much; .* fits: none", out
+        r"micro-batch \d+ does not fit into 1 GiB \(97% of them usable\): exceeds it by \d.* GiB; .* fits: none", out
     )
     assert run_plan([*small, "--memory", "24"]) == 0
     out = capsys.readouterr().out
@@ -257,7 +257,7 @@ def test_the_recipe_or_nothing_fits(tmp_path: Path, capsys: pytest.CaptureFixtur
         run_plan([*small, "--gpu", "24GB"])
     assert run_plan(["--config", str(RECIPE.with_name(OFFLOAD)), "--host-memory", "96"]) == 1  # the GPU is not known
     out = capsys.readouterr().out
-    assert "this recipe on a host of 96 GiB: does not fit: 43.4 GiB too much" in out
+    assert "this recipe on a host of 96 GiB: does not fit: exceeds it by 43.4 GiB" in out
     assert "between steps (in host memory)" in out
 
 
@@ -281,17 +281,18 @@ def test_each_line_saves_what_it_says():
     run = loaded(*words, recipe="qwen3-0.6b_full_fsdp2_8x24gb.yaml")
     found = list(savings(run))
     strategy = ["activation_checkpointing", "sharding", "context_parallel", "cpu_offload"]
-    kinds = ["micro_batch", *strategy, "target_modules", "nf4"]
+    kinds = ["micro_batch", "micro_batch", *strategy, "target_modules", "nf4"]
     assert len(found) == len(kinds)
     for kind, one in zip(kinds, found, strict=True):
         assert kind in one["flags"]
         assert one["num_bytes"] > 0
-    for one in [found[0], *found[2:5], found[-1]]:
+    for one in [*found[:2], *found[3:6], found[-1]]:
         pasted = loaded(*words, *one["flags"].split(), recipe="qwen3-0.6b_full_fsdp2_8x24gb.yaml")
         assert rank_memory(run).peak - rank_memory(pasted).peak == one["num_bytes"], one["flags"]
         assert pasted.data.global_batch_size == 64
     assert found[0]["flags"] == "--data.micro_batch_size 2 --trainer.accumulate_grad_batches 4"
     assert found[0]["remark"] == "accumulates over 4 micro-batches; same global batch"
+    assert found[1]["flags"] == "--data.micro_batch_size 1 --trainer.accumulate_grad_batches 8"
 
 
 def test_savings_follow_the_recipe():
@@ -302,8 +303,11 @@ def test_savings_follow_the_recipe():
     loaded(*SHORT, *words, *flags.split())  # the two agree
     words = ("--data.max_seq_length=128", "--data.micro_batch_size=1")
     run = loaded(*words, recipe="llama3.1-8b_qlora_fsdp2_1x24gb.yaml")
-    assert [one["flags"].split()[-2] for one in savings(run)] == ["--trainer.strategy.init_args.cpu_offload"]
-    assert not list(savings(dataclasses.replace(run, trainer={**run.trainer, "accelerator": "cpu"})))
+    expected = [f"--trainer.strategy.init_args.{change}" for change in ("engine single", "cpu_offload true")]
+    assert [one["flags"] for one in savings(run)][:1] == expected[:1]
+    assert expected[1] in [one["flags"] for one in savings(run)][1]
+    on_cpu = dataclasses.replace(run, trainer={**run.trainer, "accelerator": "cpu"})
+    assert [one["flags"] for one in savings(on_cpu)] == expected[:1]
     offloads = (f"--trainer.strategy.init_args.{word}" for word in ("engine=fsdp1", "cpu_offload=true"))
     flags = next(savings(loaded(*SHORT, *offloads, "--data.micro_batch_size=8")))["flags"]
     assert "micro_batch" not in flags  # that engine accumulates nothing there
