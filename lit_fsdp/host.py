@@ -273,7 +273,7 @@ def make_once(folder: Path, make: Callable[[Path], None], what: str) -> Path:
 
 
 def _make(folder: Path, make: Callable[[Path], None], what: str) -> None:
-    _log.info("%s: creating %s", what, folder)
+    _log.info("%s (cached in %s)", what, folder)
     # one per machine: this process holds the lock, so existing content was left by a killed process
     partial = folder.parent / f".{folder.name}.{platform.node()}.partial"
     shutil.rmtree(partial, ignore_errors=True)

@@ -163,7 +163,7 @@ def run_plan(argv: Sequence[str]) -> int:
     elif gpu is not None:
         lines.append("seconds per step: unknown FLOPs of this architecture, or unknown rate of this precision")
     if gib is None:
-        lines.append("add --gpu NAME, such as h100-80gb, for seconds per step and the largest micro-batch")
+        lines.append("add --gpu NAME, such as h100-80gb, to check whether it fits and to estimate the speed")
     best = None
     if gib is not None:
         room, rows = found.room(gib), search.largest_rows(run, gib)

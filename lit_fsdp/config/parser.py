@@ -233,7 +233,7 @@ def complete(
         _keep_later_rate(model.optim, line, name)  # type: ignore[union-attr]
     if model is not None and model.miniature:
         replaced = adapt_to_miniature(trainer, strategy, model, data)
-        if is_first_process() and not line.print_config:
+        if replaced and is_first_process() and not line.print_config:
             lines = replaced if line.verbose else [f"values replaced: {len(replaced)} (--verbose lists them)"]
             say_once("\n".join(f"miniature: {text}" for text in lines))
 

@@ -129,7 +129,8 @@ def plain(value: Any) -> Any:
 def changed_values(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     """One line, with the full key, per value that differs between two recipes; a missing key is None."""
     old, new = dict(leaves(before)), dict(leaves(after))
-    return [f"{key}: {old.get(key)!r} → {new.get(key)!r}" for key in {**old, **new} if old.get(key) != new.get(key)]
+    changed = [key for key in {**old, **new} if str(old.get(key)) != str(new.get(key))]  # a flag may give text
+    return [f"{key}: {old.get(key)!r} → {new.get(key)!r}" for key in changed]
 
 
 def leaves(values: Mapping[str, Any], path: str = "") -> Iterable[tuple[str, Any]]:

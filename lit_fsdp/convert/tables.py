@@ -113,11 +113,14 @@ class Source:
                 self.conversion.drop(given, f"the key is unknown{hint}", differs=True)
 
     def _apply(self, row: Keep | Drop, given: Given) -> None:
-        value, conversion, same = given.value, self.conversion, f"lit_fsdp behaves as with {shown(given.value)}"
+        value, conversion = given.value, self.conversion
         if isinstance(row, Drop):
             off = isinstance(value, dict) and value.get("enabled") is False
             fine = not row.fine or off or str(value).strip().lower() in (*row.fine.split(), "", "auto")
-            conversion.drop(given, same if fine and row.fine else row.why, differs=not fine)
+            if fine and row.fine:
+                conversion.say(given, f"not needed: lit_fsdp behaves as with {shown(value)}")
+            else:
+                conversion.drop(given, row.why, differs=not fine)
         elif " " in row.to:
             for path, part in zip(row.to.split(), value if isinstance(value, list) else [value] * 2, strict=False):
                 self._apply(replace(row, to=path), Given(given.key, part))

@@ -30,7 +30,7 @@ def planned(recipe: Path) -> RankMemory:
 
 def table() -> str:
     """A line for each recipe: between steps, and at the highest moment on the device."""
-    lines = ["| recipe | parameters | hardware | weights, gradients, AdamW | highest moment |", "|---|---|---|---|---|"]
+    lines = ["| recipe | parameters | hardware | weights, gradients, AdamW | peak memory |", "|---|---|---|---|---|"]
     for row in sorted((recipe_row(path.stem, path) for path in RECIPES), key=by_model):
         name, found = row["name"], planned(README.parent / f"{row['name']}.yaml")
         state = (found.parameters + found.gradients + found.optimizer) / GIB
