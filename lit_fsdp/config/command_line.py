@@ -251,6 +251,9 @@ def read_command_line(argv: Sequence[str]) -> CommandLine:
             value = value if equals else words.pop(0)
             if name == "--allow_imports":
                 line.allow_imports.append(value)
+                more = words[0] if words and words[0].isidentifier() else ""
+                fix = f"write --allow-imports {value} --allow-imports {more}"
+                require(not more, "--allow-imports", f"{value} {more}", "one package each time", fix)
                 continue
             path = Path(expanded(value, name))
             path = path if path.is_file() else shipped_file(str(path), ".yaml")[0] or path

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoConfig, MixtralConfig
 
+from lit_fsdp import load_weights
 from lit_fsdp.config.strategy import ContextConfig, StrategyConfig, mesh_shape
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.models.build import build_on_meta
@@ -17,6 +18,8 @@ from lit_fsdp.models.miniature import shrink
 from lit_fsdp.models.parts import context_method
 from lit_fsdp.models.tokenizers import miniature_tokenizer
 from tests.dist.forks import RankError, on_ranks
+from tests.dist.jobs import module_for
+from tests.dist.matrix import TOLERANCE, worst_difference
 from tests.dist.reference import TINY, save_tiny
 from tests.runs import MORE
 
@@ -59,6 +62,23 @@ def test_loss_and_gradients_are_those_of_one_process(
         assert json.loads((run / "isolation.json").read_text())["largest_change"] == 0
         gradients = torch.load(f"{run}.pt")
         assert (gradients - before).norm() / before.norm() <= 1e-6
+
+
+@pytest.mark.parametrize("precision", ["fp32", "mixed"])
+def test_ten_steps_are_those_of_one_process(tiny_model: Path, tmp_path: Path, precision: str) -> None:
+    """Losses and weights: 1e-6 relative in fp32, else the tolerance of the matrix against fp32."""
+    tolerance = 1e-6 if precision == "fp32" else TOLERANCE[precision]
+
+    def run(name: str, *layout: Any, **strategy: Any) -> tuple[list[float], torch.Tensor]:
+        found = _run(tiny_model, tmp_path / name, *layout, steps=10, strategy=strategy, data={"packing": True})
+        module = load_weights(module_for(str(tiny_model)), tmp_path / name / "checkpoints" / "step-00000010")
+        return found["losses"], torch.cat([param.detach().flatten() for param in module.parameters()])
+
+    wanted, before = run("one", 1)
+    for name, *layout in (("two", 2, 2), ("four", 4, {"degree": 2, "method": "all_gather"}, 2)):
+        losses, weights = run(name, *layout, precision=precision)
+        assert worst_difference(losses, wanted) <= tolerance
+        assert (weights - before).norm() <= tolerance * before.norm()
 
 
 @pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])

@@ -174,6 +174,7 @@ def test_wrong_flags_and_values():
         ("--resume", "resume", "write --ckpt_path last"),
         ("--trainer.max_steps", "trainer.max_steps", "write --trainer.max_steps VALUE"),
         ("--nodes 2", "nodes", "write trainer.num_nodes"),
+        ("--allow-imports=a b", "--allow-imports", "write --allow-imports a --allow-imports b"),
         ("--trainer.logger wandb", "trainer.logger", wandb),
         ("--trainer.logger [wandb]", "trainer.logger", wandb),
         ("--data.columns 3", "data.columns", None),
