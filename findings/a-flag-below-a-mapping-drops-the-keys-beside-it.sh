@@ -6,7 +6,7 @@
 # replaced by one with this key alone, whose value is text: its other keys are lost without a warning. So a flag that is
 # to change one value of a nested mapping, such as the RoPE parameters of a model's configuration, removes the rest of
 # that mapping. Below an optional dataclass of a class, null for a field arrives as the text "None", and is refused
-# although the field accepts null. An earlier form of the first is jsonargparse's issue 388.
+# although the field accepts null. An earlier form of the first is jsonargparse#388.
 #
 # Seen:
 #   file alone: {'theta': 500000.0, 'rope': {'type': 'yarn', 'factor': 4.0, 'length': 2048}}
