@@ -136,6 +136,8 @@ def parser_error(message: str, known: Iterable[str]) -> ConfigError:
         fix = f"write {key}: [{', '.join(lines)}]"
     elif key == "data.columns" and given == "null":  # YAML reads {prompt:question} as a key without a value
         fix = "put a space after each colon: {KEY: COLUMN}"
+    elif key == "data.columns" and ":" not in given:
+        fix = "write data.columns: {prompt: COLUMN, completion: COLUMN}"
     elif "a mapping" in shown and (pair := re.fullmatch(r"(\w+):(\S+)", given)):
         fix = f"write {key}: {{{pair[1]}: {pair[2]}}}"
     return ConfigError(key, given, allowed, fix)

@@ -177,7 +177,7 @@ def test_wrong_flags_and_values():
         ("--allow-imports=a b", "--allow-imports", "write --allow-imports a --allow-imports b"),
         ("--trainer.logger wandb", "trainer.logger", wandb),
         ("--trainer.logger [wandb]", "trainer.logger", wandb),
-        ("--data.columns 3", "data.columns", None),
+        ("--data.columns q,a", "data.columns", "write data.columns: {prompt: COLUMN, completion: COLUMN}"),
         ("--checkpoint.every_steps foo", "checkpoint.every_steps", None),
         ("--checkpoint 5", "checkpoint", "write --checkpoint.KEY VALUE"),
         ("--trainer {max_step: 3}", "trainer.max_step", "write trainer.max_steps"),
