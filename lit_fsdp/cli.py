@@ -369,8 +369,9 @@ class RecipeCLI(LightningCLI):
             killed = self.end_children()
             has_lost = self.trainer.is_global_zero and is_lost(error)
             can_resume = subcommand == "fit" and (killed or has_lost) and checkpoints(folder)
-            if notes := [*([killed] if killed else []), *(["resume with --ckpt_path last"] if can_resume else [])]:
-                error.add_note("\n".join(notes))
+            notes = [killed, "resume with --ckpt_path last" if can_resume else ""]
+            if any(notes):
+                error.add_note("\n".join(filter(None, notes)))
             if subcommand == "fit" and is_out_of_memory(error) and hasattr(self, "_declared"):
                 kind = "gpu" if is_accelerator(self.trainer.strategy.root_device) else "cpu"
                 error.add_note(advice(self._declared, folder / "recipe.yaml", kind, self.line.allow_imports))

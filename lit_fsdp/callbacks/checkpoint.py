@@ -290,10 +290,8 @@ def _count_in_micro_batches_of(
     ranks, is_ours = _data_ranks(trainer), hasattr(getattr(trainer, "datamodule", None), "position_at")
     is_divided = not is_ours and data_ranks not in (None, ranks)
     if is_divided and not trainer._accelerator_connector.use_distributed_sampler:
-        text = (
-            "%d ranks had rows of their own when the checkpoint was saved, and %d have now: the position of your own "
-        )
-        _log.warning(text + "sampler in the epoch may differ", data_ranks, ranks)
+        text = "resumed on %d data ranks instead of %d: the position of a custom sampler in the epoch may differ"
+        _log.warning(text, ranks, data_ranks)
         is_divided = False
     for counters in (batches["total"], current):
         ready = counters["ready"] - taken

@@ -53,10 +53,8 @@ class RunProgress(ProgressBar):
             return
         self._total = _last_step(trainer)
         if self._total is not None and self._total < trainer.max_steps:
-            text = (
-                f"trainer.max_epochs {trainer.max_epochs} ends the run at step {self._total}, before trainer.max_steps"
-            )
-            print(text, file=sys.stderr)
+            epochs = f"trainer.max_epochs {trainer.max_epochs}"
+            print(f"{epochs} ends the run at step {self._total}, before trainer.max_steps", file=sys.stderr)
         console = Console(stderr=True)
         if sys.stderr.isatty() and console.is_interactive:  # a dumb terminal would show only the last line
             # if the line is too narrow, the numbers at its end are truncated

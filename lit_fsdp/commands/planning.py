@@ -249,7 +249,7 @@ def _memory_table(found: Any, host: Mapping[str, int]) -> str:
         ("gathered weights, in use and prefetched", step.gathered),
         ("gradients being reduced", step.reduced),
         ("framework (assumed: context, NCCL, cuBLAS)", OVERHEAD_BYTES),
-        (f"peak of the device (in {step.moment}; block and head do not coincide)", found.peak + OVERHEAD_BYTES),
+        (f"peak of the device ({step.moment}; block and head peaks do not coincide)", found.peak + OVERHEAD_BYTES),
         (f"between steps{where}", found.parameters + found.optimizer + found.gradients),
         ("while loading", found.parameters + found.largest_tensor),
         ("host of a node: state of cpu_offload", host["state"]),

@@ -130,10 +130,11 @@ def parser_error(message: str, known: Iterable[str]) -> ConfigError:
     allowed = " | ".join(dict.fromkeys(shown))
     given, fix = _as_yaml(value[1]), f"write {key}: {near}" if near else ""
     is_item = given[:1] == "{" or ("," in given and given[:1] != "[") or ({*shown} <= {"a list", "null"} and not near)
-    if key == "model.lora" or ("a list" in shown and is_item and len(_lines_of(message)) < 2):
-        fix = f"write {section_fix(key) if key == 'model.lora' else f'{key}: [{given}]'}"
-    elif len(lines := _lines_of(message)) > 1 and "a list" in shown:
+    lines = _lines_of(message)
+    if "a list" in shown and len(lines) > 1:
         fix = f"write {key}: [{', '.join(lines)}]"
+    elif key == "model.lora" or ("a list" in shown and is_item):
+        fix = f"write {section_fix(key) if key == 'model.lora' else f'{key}: [{given}]'}"
     elif key == "data.columns" and given == "null":  # YAML reads {prompt:question} as a key without a value
         fix = "put a space after each colon: {KEY: COLUMN}"
     elif key == "data.columns" and ":" not in given:

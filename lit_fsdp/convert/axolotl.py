@@ -121,9 +121,8 @@ def _data(conversion: Conversion, source: Source) -> None:
     if loss.key:
         conversion.put("model.class_path", "lit_fsdp.PreferenceModule")
         allowed = ("dpo", "ipo", "orpo", "simpo")
-        is_pairs = str(loss.value).lower() in allowed
-        require(is_pairs, "rl", loss.value, " | ".join(allowed), "this method is not supported; use preference pairs")
-        word = loss.read({word: word for word in allowed})
+        word, fix = str(loss.value).lower(), "this method is not supported; use preference pairs"
+        require(word in allowed, "rl", loss.value, " | ".join(allowed), fix)
         penalty = word == "simpo" and number("cpo_alpha", source.take("cpo_alpha", 1).value) != 0
         note = "without the additional plain loss of cpo_alpha, 1 by default" if penalty else ""
         conversion.keep(loss, "model.preference.loss", word, note, differs=penalty)

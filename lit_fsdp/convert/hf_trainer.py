@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -173,9 +172,13 @@ def put_adapters(conversion: Conversion, source: Source, folder: Path) -> None:
         conversion.drop(bits, "only the base of adapters is quantized", differs=bits.on)
     if not adapters.on:
         source.ignore("lora_ use_rslora use_dora use_bnb_nested_quant bnb_", "there are no adapters")
-    mixture, of_set = source.take("datasets"), partial(Source, conversion, _OF_MIXTURE)
+    mixture = source.take("datasets")
     if mixture.key:
-        put_data_sets(conversion, mixture, "data.train", "path", lambda key, own, entry: of_set(entry, key))
+
+        def begin(key: str, own: str, entry: dict[str, Any]) -> Source:
+            return Source(conversion, _OF_MIXTURE, entry, key)
+
+        put_data_sets(conversion, mixture, "data.train", "path", begin)
     parts = [source.take(f"dataset_{part}") for part in ("name", "config", "train_split")]
     data, subset, split = parts
     text = source.take("dataset_text_field", "text")

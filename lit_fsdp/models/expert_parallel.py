@@ -1,7 +1,8 @@
 """Expert parallel: the ranks of a group divide a layer's experts, and exchange tokens by all-to-all.
 
-A rank sends the hidden state of a token once to each rank that has experts of it, with the router's weights. The
-receiver applies its experts and sends back the weighted sum of their outputs. The sender adds the sums of all ranks.
+A rank sends the hidden state of a token once to each rank that holds some of its experts, with the router's weights.
+The receiver applies its experts and sends back the weighted sum of their outputs. The sender adds the sums of all
+ranks.
 
 Shapes: N tokens of a rank, K experts of each, S = N * K choices of which a rank informs others, T choices that it
 receives, M hidden states that it sends, R that it receives, E experts, n ranks.
