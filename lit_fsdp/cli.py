@@ -443,7 +443,7 @@ class RecipeCLI(LightningCLI):
         resume_collection()
         wait_for_first()
         parsed, trainer, verb = self._section(), self.trainer, str(self.verb)
-        folder = Path(parsed.trainer.default_root_dir)
+        folder, recipe = Path(parsed.trainer.default_root_dir), self._recipe_of_run() if verb == "fit" else b""
         if self._has_own_data() and isinstance(self.model, CausalLMModule):
             self.datamodule.attach(self.model.tokenizer, parsed.seed_everything or 0, self.model.is_preference)
             self.datamodule.num_embeddings = self.model.num_embeddings
@@ -458,7 +458,7 @@ class RecipeCLI(LightningCLI):
             # keep the old recipe until the checkpoint is loaded: a resume may still be refused
             path = folder / (PENDING_RECIPE if self.resume.path else "recipe.yaml")
             with naming(path):
-                path.write_bytes(self._recipe_of_run())
+                path.write_bytes(recipe)
         if self._has_own_data() and trainer.is_global_zero:
             record_data(self.datamodule, verb, folder)
         strategy: Any = trainer.strategy
@@ -469,7 +469,7 @@ class RecipeCLI(LightningCLI):
             strategy.verify_on_load = parsed.resume.verify
             strategy.fallback_checkpoints = tuple(self.resume.others)
             if verb == "fit":
-                strategy.checkpoint_files["recipe.yaml"] = self._recipe_of_run()
+                strategy.checkpoint_files["recipe.yaml"] = recipe
         SIGNAL_FLAGS.has_peers = SIGNAL_FLAGS.has_peers or trainer.world_size > 1
         LAUNCHED_RANKS.release()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import re
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -41,6 +42,14 @@ class _Parser(argparse.ArgumentParser):
         usage = " ".join(self.format_usage().split()).removeprefix("usage: ")
         flags = message.partition("the following arguments are required: ")[2]
         require(not flags, self.prog, f"no value for {flags}", usage, f"for example: {self.example}")
+        if found := re.match(r"argument (--\w+)(?:/\S+)?: invalid choice: '(.*)' \(", message):
+            flag, given = found.groups()
+            choices = [
+                str(one) for action in self._actions if flag in action.option_strings for one in action.choices or ()
+            ]
+            near = difflib.get_close_matches(given, choices, n=1, cutoff=0.5)
+            fix = f"write {flag} {near[0]}" if near else "write one of these values"
+            raise ConfigError(f"{self.prog} {flag}", given, ", ".join(choices), fix)
         raise ConfigError(self.prog, message, usage, f"see {self.prog} --help")
 
 

@@ -204,16 +204,17 @@ def _mistaken(model: PreTrainedModel, linears: list[str]) -> set[str]:
     """
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
-    found = set()
-    for end in {name.rpartition(".")[2] for name in linears}:
-        probe = _peft().LoraConfig(target_modules=[end])
+    ends = {name.rpartition(".")[2] for name in linears}
+
+    def is_converted(targets: set[str]) -> bool:
+        probe = _peft().LoraConfig(target_modules=targets)
         try:
             convert_peft_config_for_transformers(probe, model, None)
         except ValueError:  # peft requires gate_proj and up_proj together
-            found.add(end)
-        if end not in probe.target_modules:
-            found.add(end)
-    return found
+            return True
+        return not targets <= set(probe.target_modules)
+
+    return {end for end in ends if is_converted({end})} if is_converted(ends) else set()
 
 
 def _end(name: str) -> str:

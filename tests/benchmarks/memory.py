@@ -5,9 +5,9 @@
 runs ``lit-fsdp fit`` for each cell of the table in ``docs/plan.md`` on two CPU ranks in fp32, or for those whose name
 has every WORD, and prints a row: whether live parameters, gradients and optimizer state are as the audit declares, and
 the growth of the resident set, predicted and measured. A minute or two a cell. With ``context`` it is one row of 4,096
-tokens that two or four ranks share, compared with that of as many ranks which have their own, both without state,
-gathered weights and their gradients: the growth of the resident set, then the tensors of a step as the allocator counts
-them. Its models have a vocabulary of 8,192.
+tokens (or of the number that is one of the WORDs) that two or four ranks share, compared with that of as many ranks
+which have their own, both without state, gathered weights and their gradients: the growth of the resident set, then the
+tensors of a step as the allocator counts them. Its models have a vocabulary of 8,192.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from lit_fsdp.config.parser import load_recipe
 from lit_fsdp.models.tokenizers import miniature_tokenizer
 from lit_fsdp.plan.memory import rank_memory
 
-ROWS, LONG = 4, 4096
+WORDS = [word for word in sys.argv[1:] if not word.isdecimal()]
+ROWS, LONG = 4, next((int(word) for word in sys.argv[1:] if word.isdecimal()), 4096)
 SIZES = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "num_attention_heads": 8}
-SIZES |= {"num_key_value_heads": 4, "vocab_size": 32768, "max_position_embeddings": 4096, "tie_word_embeddings": False}
+SIZES |= {"num_key_value_heads": 4, "vocab_size": 32768, "max_position_embeddings": LONG, "tie_word_embeddings": False}
 MODELS = {
     "Llama": {"model_type": "llama", **SIZES},
     "Gemma 3": {"model_type": "gemma3_text", **SIZES, "head_dim": 64, "tie_word_embeddings": True},
@@ -86,7 +87,7 @@ def measured(model: str, sharding: str, mode: str, callback: str = "States") -> 
 
 
 def save_long_rows() -> str:
-    """A file of rows that are cut at 4,096 tokens."""
+    """A file of rows that are cut at ``LONG`` tokens."""
     file = Path(tempfile.gettempdir(), "lit_fsdp-long-rows.jsonl")
     return str(save_rows(file, random_rows(8, LONG, LONG)))
 
@@ -95,9 +96,9 @@ if __name__ == "__main__":
     print("| model | sharding | recomputation | states | predicted GiB | measured GiB | difference |")
     print("|---|---|---|---|---|---|---|", flush=True)
     whole = [1, 1]
-    choices = CONTEXT if "context" in sys.argv else SHARDINGS
+    choices = CONTEXT if "context" in WORDS else SHARDINGS
     for cell in ((model, sharding, mode) for model in MODELS for mode in ("none", "full") for sharding in choices):
-        if all(word in " ".join(cell) for word in sys.argv[1:]):
+        if all(word in " ".join(cell) for word in WORDS):
             row, resident = measured(*cell)
             if cell[1] in CONTEXT:
                 added = [resident, measured(*cell, "Tensors")[1]]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import time
@@ -74,7 +73,18 @@ class Tensors(Callback):
             return
         self.profile.stop()
         results: Any = self.profile.profiler
-        changes = [one for one in results.kineto_results.events() if one.name() == "[memory]"]
-        sizes = [one.nbytes() for one in sorted(changes, key=lambda one: one.start_ns())]
-        peak = max(itertools.accumulate(sizes))
+        events = list(results.kineto_results.experimental_event_tree())
+        for event in events:
+            events.extend(event.children)  # the list grows while it is read
+        found = [(one.start_time_ns, one.extra_fields) for one in events if one.tag.name == "Allocation"]
+        live: dict[int, int] = {}
+        total = peak = 0
+        for _, change in sorted(found, key=lambda one: one[0]):
+            # gloo's threads, which the profiler does not see, free some tensors that they have sent: a block counts
+            # until its address is allocated again
+            total -= live.pop(change.ptr, 0)
+            if change.alloc_size > 0:
+                total += change.alloc_size
+                live[change.ptr] = change.alloc_size
+            peak = max(peak, total)
         Path(trainer.default_root_dir, f"tensors-{trainer.global_rank}.json").write_text(json.dumps(peak))

@@ -211,6 +211,11 @@ def test_verbs_and_their_flags_are_answered_with_those_that_exist():
     lacking = refused(run, ["export", "--out", "x"])
     assert (lacking.given, lacking.fix[:30]) == ("no value for --ckpt", "for example: lit-fsdp export -")
     assert refused(run, ["export", "--out", "x", "--zzz"]).fix == "see lit-fsdp export --help"
+    fixes = {"bfloat16": "write --dtype bf16", "float32": "write --dtype fp32", "no": "write one of these values"}
+    for theirs, fix in fixes.items():
+        error = refused(run, ["export", "--ckpt", "x", "--out", "x", "--dtype", theirs])
+        assert (error.field, error.given, error.fix) == ("lit-fsdp export --dtype", theirs, fix)
+        assert error.allowed == "bf16, fp16, fp32"
 
 
 def test_dashes_and_underscores_are_the_same_in_names_and_stay_in_values():
