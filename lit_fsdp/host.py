@@ -163,6 +163,8 @@ def free_port() -> int:
             reserved.close()
             continue
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # now, as two of us could bind otherwise
+        if not _RESERVED:
+            atexit.register(lambda: [one.close() for one in _RESERVED])  # Python warns about sockets left open
         _RESERVED.append(reserved)
         if len(_RESERVED) > 16:
             _RESERVED.popleft().close()
