@@ -29,6 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             known = recipe_keys()
             for one in (error, *error.others):
                 one.fix = as_flag(one, words, known)
+            error.others = [one for one in error.others if one.fix in ("", "remove it") or one.fix != error.fix]
             raise
 
     return exit_code_of(act, debug="--debug" in words)

@@ -164,12 +164,18 @@ def free_port() -> int:
             continue
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # now, as two of us could bind otherwise
         if not _RESERVED:
-            atexit.register(lambda: [one.close() for one in _RESERVED])  # Python warns about sockets left open
+            atexit.register(_close_reserved)
         _RESERVED.append(reserved)
         if len(_RESERVED) > 16:
             _RESERVED.popleft().close()
         return port
     raise OSError(errno.EADDRINUSE, "no port is free")
+
+
+def _close_reserved() -> None:
+    """Close the reserved ports, as Python warns about sockets that are open at its end."""
+    while _RESERVED:
+        _RESERVED.pop().close()
 
 
 def cache_root() -> Path:

@@ -43,6 +43,8 @@ def summary_of(trainer: Trainer, verb: str, seconds: float, first_step: int) -> 
         return "\n".join(lines)
     step, epochs = trainer.global_step, trainer.max_epochs or -1
     if step == first_step:
+        if zero := next((name for name in ("max_steps", "max_epochs") if getattr(trainer, name) == 0), ""):
+            return f"trainer.{zero} 0: nothing was trained; set a larger number"
         by_steps = 0 < trainer.max_steps <= step
         limit, value = ("max_steps", trainer.max_steps) if by_steps else ("max_epochs", trainer.max_epochs)
         more = f"--ckpt_path last --trainer.{limit} {2 * (value or 1)}"

@@ -110,7 +110,7 @@ def export(
     """
     ckpt, out = Path(ckpt), Path(out)
     is_free = not os.path.lexists(out) or (out.is_dir() and not out.is_symlink() and not any(out.iterdir()))
-    require(is_free, "out", out, "a new or empty folder", f"choose another folder, or remove {out}")
+    require(is_free, "--out", out, "a new or empty folder", f"choose another folder, or remove {out}")
     manifest = read_manifest(ckpt)
     entry = manifest.extra.get("model")
     if entry is None:

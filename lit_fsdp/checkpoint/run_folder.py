@@ -79,9 +79,16 @@ def ranked(found: Sequence[Found], monitor: str, mode: Mode) -> list[Found]:
 
 
 def choose(
-    word_or_path: str | Path, run_folder: Path | str, monitor: str, mode: Mode, fallback: bool = False
+    word_or_path: str | Path,
+    run_folder: Path | str,
+    monitor: str,
+    mode: Mode,
+    fallback: bool = False,
+    flag: str = "--ckpt_path",
 ) -> list[Path]:
     """Resolve ``last`` (newest complete step), ``best`` (by ``monitor``) or a path to folders, in order of preference.
+
+    ``flag`` is the one that gives ``word_or_path``, for errors.
 
     Raises:
         CheckpointError: There is no checkpoint, the path is not a checkpoint, or a possibly preferred checkpoint is
@@ -104,15 +111,16 @@ def choose(
     lines = [f"  {entry.path} is damaged: {entry.damage}" for entry in reversed(broken)]
     if not found:
         held = ", ".join(sorted(path.name for path in Path(run_folder).glob("*"))[:12]) or "nothing"
-        text = f"ckpt_path {word}: no complete checkpoint in {run_folder}/{FOLDER}; in {run_folder}: {held}"
+        text = f"{flag[2:]} {word}: no complete checkpoint in {run_folder}/{FOLDER}; in {run_folder}: {held}"
         raise CheckpointError("\n".join([text, *lines]))
     order = [entry.path for entry in (found[::-1] if word == "last" else ranked(found, monitor, mode))]
     if not order:
         names = sorted({name for entry in found for name in entry.metrics})
-        raise CheckpointError(f"ckpt_path best: no checkpoint has a value of {monitor}, only of {names}; use last")
-    text = "\n".join([f"ckpt_path {word}: a checkpoint that may take precedence is damaged", *lines])
+        raise CheckpointError(f"{flag[2:]} best: no checkpoint has a value of {monitor}, only of {names}; use last")
+    text = "\n".join([f"{flag[2:]} {word}: a checkpoint that may take precedence is damaged", *lines])
     if broken and not fallback:
-        raise CheckpointError(f"{text}\n  fix:     set --ckpt_path {order[0]}, or add --resume.fallback true")
+        other = ", or add --resume.fallback true" if flag == "--ckpt_path" else ""
+        raise CheckpointError(f"{text}\n  fix:     set {flag} {order[0]}{other}")
     if broken and is_first_process():
         print(f"{text}\n  resuming from {order[0]} (resume.fallback)", file=sys.stderr)
     return order
@@ -140,7 +148,7 @@ def named_checkpoint(path: Path) -> Path:
     recipe = run / "recipe.yaml"
     given = yaml.safe_load(recipe.read_text(encoding="utf-8")).get("checkpoint") if recipe.is_file() else None
     config = CheckpointConfig(**(given or {}))
-    return choose(word, run, config.monitor, config.mode)[0] if word in ("last", "best") else path
+    return choose(word, run, config.monitor, config.mode, flag="--ckpt")[0] if word in ("last", "best") else path
 
 
 @dataclass(frozen=True)

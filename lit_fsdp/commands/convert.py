@@ -35,7 +35,9 @@ def run_convert(argv: Sequence[str]) -> int:
     for fate in conversion.fates:
         print(fate, file=sys.stderr)
     if conversion.differs and not options.allow_differences:
-        print("no recipe: it would train differently; --allow-differences writes it anyway", file=sys.stderr)
+        keys = ", ".join(dict.fromkeys(fate.key for fate in conversion.fates if fate.differs))
+        text = f"no recipe: it would train differently because of {keys}; --allow-differences writes it anyway"
+        print(text, file=sys.stderr)
         return 1
     name = "standard input" if str(options.file) in ("-", "/dev/stdin") else options.file.name
     text = conversion.as_yaml(f"{name} ({options.format})")

@@ -50,6 +50,10 @@ class _Parser(argparse.ArgumentParser):
             near = difflib.get_close_matches(given, choices, n=1, cutoff=0.5)
             fix = f"write {flag} {near[0]}" if near else "write one of these values"
             raise ConfigError(f"{self.prog} {flag}", given, ", ".join(choices), fix)
+        if found := re.match(r"argument (--[\w-]+): invalid (int|float) value: '(\d*)(.*)' *$", message):
+            flag, kind, number, rest = found.groups()
+            allowed = "a whole number" if kind == "int" else "a number"
+            raise ConfigError(f"{self.prog} {flag}", number + rest, allowed, f"write {flag} {number or 'NUMBER'}")
         raise ConfigError(self.prog, message, usage, f"see {self.prog} --help")
 
 
@@ -82,7 +86,9 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Name
         raise ConfigError(parser.prog, f"{argv[0]} without a flag", "flags and their values", fix)
     flags = [flag for action in parser._actions for flag in action.option_strings]
     for name in (word.partition("=")[0] for word in _declared(parser, argv) if word.startswith("--")):
-        near = meant_flag(name, flags) or "".join(difflib.get_close_matches(name, flags, n=1, cutoff=0.5))
+        named = [flag[2:] for flag in flags if flag.startswith("--") and flag != "--help"]
+        alike = difflib.get_close_matches(name[2:], named, n=1, cutoff=0.5)
+        near = meant_flag(name, flags) or "".join(f"--{one}" for one in alike)
         fix = f"write {near}" if near else f"see {parser.prog} --help"
         require(name in flags, f"{parser.prog} {name}", "a flag that does not exist", ", ".join(flags), fix)
     return parser.parse_args(list(argv))

@@ -126,6 +126,10 @@ def run_plan(argv: Sequence[str]) -> int:
         print(f"predicted peak per rank ({found.step.moment}): {peak}{fits}.")
         print("Each of these options alone saves memory; try them in this order:")
         print(columns(lighter, right=("less",)))
+        if gib and found.room(gib) < 0 and not any("yes" in row for row in lighter):
+            best, _ = search.recommend(run, gib, gpu, False, options.host_memory)
+            flags = " ".join(search.flags_of(best["changes"])) if best else "none; lit-fsdp plan --search tries all"
+            print(f"None of them is enough alone. A combination that fits: {flags}")
         return 0
     taken, host, host_gib = memory.step_time(run, gpu), memory.host_memory(run), options.host_memory
     too_much = host["total"] / 2**30 - host_gib * memory.HOST_USABLE
@@ -201,18 +205,18 @@ def run_plan(argv: Sequence[str]) -> int:
 
 def _too_large(tried: Mapping[str, Any], host_gib: float) -> str:
     """Format a choice that does not fit, with the memory that is too small for it."""
-    from lit_fsdp.plan.memory import HOST_USABLE
+    from lit_fsdp.plan.memory import HOST_USABLE, OVERHEAD_BYTES
 
     host = tried["host"] / 2**30
     if host > host_gib * HOST_USABLE:
         return f"does not fit: {tried['choice']}: {host:.0f} GiB of host memory per node"
-    return f"does not fit: {tried['choice']}: at least {tried['peak'] / 2**30:.1f} GiB per GPU"
+    return f"does not fit: {tried['choice']}: at least {(tried['peak'] + OVERHEAD_BYTES) / 2**30:.1f} GiB per GPU"
 
 
 def _verdict(found: Any, gib: float) -> str:
     from lit_fsdp.plan.memory import USABLE
 
-    room, usable = found.room(gib) / 2**30, f"{gib:g} GiB ({USABLE:.0%} of them usable)"
+    room, usable = found.room(gib) / 2**30, f"{gib:g} GiB ({USABLE:.0%} of it usable)"
     return f"fits into {usable}" if room >= 0 else f"does not fit into {usable}: exceeds it by {-room:.1f} GiB"
 
 

@@ -174,7 +174,7 @@ class CommandLine:
     def model_sections(self) -> list[dict[str, Any]]:
         """The values that each file, and then each flag, gives for ``model``, in short form."""
         given: list[Any] = [content.get("model") for content in self.contents]
-        for word, following in zip(self.words, [*self.words[1:], ""], strict=True):
+        for word, following in zip(self.words, [*self.words, ""][1:], strict=True):
             flag, equals, value = word.partition("=")
             if flag == "--model" or flag.startswith("--model."):
                 given.append(_below(flag.split(".")[1:], _value_of(value if equals else following)))

@@ -44,7 +44,7 @@ from lit_fsdp.config.run import (
 from lit_fsdp.config.sections import leaves, plain, typed
 from lit_fsdp.config.slurm import SlurmConfig
 from lit_fsdp.config.strategy import StrategyConfig
-from lit_fsdp.config.words import UNKNOWN_KEY
+from lit_fsdp.config.words import UNKNOWN_KEY, optimizer_path
 from lit_fsdp.config.yaml_files import load_yaml, use_loader
 from lit_fsdp.errors import ConfigError, require
 from lit_fsdp.host import is_first_process, say_once
@@ -227,6 +227,9 @@ def complete(
         _check_words(line)
         strategy.precision = merged_precision(trainer.precision, strategy.precision)
         trainer.precision = None
+    if model is not None:
+        name, field = model.optim.optimizer, "model.optim.optimizer"
+        require("." in name, field, name, "the path of a class", f"write {field}: {optimizer_path(name)}")
     if model is not None and model.optim.optimizer.partition(".")[0] not in (*TRUSTED, *line.allow_imports):
         raise not_allowed("model.optim.optimizer", model.optim.optimizer)
     for name in ("lr", "weight_decay") if model is not None else ():

@@ -8,6 +8,7 @@ import importlib
 import importlib.util
 import inspect
 import re
+import sys
 from argparse import ArgumentError
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -17,7 +18,7 @@ from jsonargparse import ArgumentParser, Namespace
 from lit_fsdp.config.command_line import PREFERENCE, TRUSTED
 from lit_fsdp.config.locations import shipped_file
 from lit_fsdp.config.model import LoraConfig
-from lit_fsdp.config.words import ELSEWHERE, ROWS_FILES, UNKNOWN_KEY, here, section_fix
+from lit_fsdp.config.words import ELSEWHERE, MEANINGS, ROWS_FILES, UNKNOWN_KEY, here, section_fix
 from lit_fsdp.errors import ConfigError
 
 _LISTS = ("trainer.callbacks.", "trainer.logger.", "trainer.plugins.")
@@ -60,6 +61,9 @@ def parser_error(message: str, known: Iterable[str]) -> ConfigError:
             cls = getattr(importlib.import_module(f"lit_fsdp.config.{inside[1]}"), inside[2])
             every |= {f"{key}.{field.name}" for field in dataclasses.fields(cls)}
         full = name if key == "recipe" or name.startswith(f"{key}.") else f"{key}.{name}"
+        if full in every and (word := re.search(rf"arguments: (?:--)?{re.escape(name)}[= ](.+)", message)):
+            fix = f"write --{full} {word[1]}"
+            return ConfigError(full, f"'{word[0].partition(': ')[2]}'", "a flag and its value as two words", fix)
         parent = full.rpartition(".")[0]
         while parent and parent not in every:
             parent = parent.rpartition(".")[0]
@@ -102,7 +106,10 @@ def parser_error(message: str, known: Iterable[str]) -> ConfigError:
     why = r"(module .* has no attribute .*|No module named .*|does not correspond .*)"
     lost = re.search(rf"(?:class_path '|Import path )([\w.]+)(?:':\s+| ){why}", message)
     if lost:
-        return ConfigError(key, f"{lost[1]} ({lost[2]})", "an importable class of this type")
+        module, _, name = lost[1].rpartition(".")
+        likely = _nearest(name, [one for one in dir(sys.modules.get(module)) if one[:1].isupper()])
+        fix = f"write {module}.{likely}" if likely else ""
+        return ConfigError(key, f"{lost[1]} ({lost[2]})", "an importable class of this type", fix)
     if key.startswith("trainer.logger") and "save_dir=None" in message:
         return ConfigError(f"{key}.save_dir", "no value", "a folder", f"add --{key}.save_dir FOLDER")
     if lacks := re.search(r"given class_path '([\w.]+)':\s+the following arguments are required: ([\w, ]+)", message):
@@ -126,10 +133,15 @@ def parser_error(message: str, known: Iterable[str]) -> ConfigError:
         shown.append("a mapping" if is_section else "a class, as {class_path: NAME, init_args: {...}}")
     words = [word for one in plain if one.startswith("Literal") for word in re.findall(r"'([^']+)'", one)]
     mixed = f"{value[1].lower().removeprefix('fp')}-mixed"  # as bf16 and fp16 mean in other trainers
-    near = mixed if mixed in words else _nearest(value[1].lower(), words)
+    same = MEANINGS.get(key, {}).get(value[1].lower())
+    close = same or (mixed if mixed in words else _nearest(value[1].lower(), words))
     allowed = " | ".join(dict.fromkeys(shown))
-    given, fix = _as_yaml(value[1]), f"write {key}: {near}" if near else ""
-    is_item = given[:1] == "{" or ("," in given and given[:1] != "[") or ({*shown} <= {"a list", "null"} and not near)
+    given, fix = _as_yaml(value[1]), f"write {key}: {close}" if close else ""
+    if given == "null" and "null" in shown and key != "data.columns":  # text
+        given, fix = "None", f"write {key}: null"
+    elif "a whole number" in shown and given.strip("'").isdecimal():
+        given, fix = f"the text '{given}'", f"write {key}: {given}"
+    is_item = given[:1] == "{" or ("," in given and given[:1] != "[") or ({*shown} <= {"a list", "null"} and not close)
     lines = _lines_of(message)
     if "a list" in shown and len(lines) > 1:
         fix = f"write {key}: [{', '.join(lines)}]"
@@ -173,5 +185,7 @@ def _nearest(name: str, *groups: Iterable[str]) -> str | None:
     last = name.rpartition(".")[2]
     meant = ("".join(part[:1] for part in last.split("_")), last, *name.split("-"))
     found = [one for names in groups for one in sorted(names) if one.rpartition(".")[2] in meant]
-    found += [one for names in groups for one in difflib.get_close_matches(name, sorted(names), n=1, cutoff=0.6)]
+    # the section alone is no similarity
+    alike = [one for names in groups for one in difflib.get_close_matches(name, sorted(names), n=5, cutoff=0.6)]
+    found += [one for one in alike if difflib.SequenceMatcher(None, one.rpartition(".")[2], last).ratio() >= 0.6]
     return found[0] if found else None

@@ -24,7 +24,7 @@ _KEYS = {
     "checkpoint.every_steps: 100": "save_strategy",
     "trainer.limit_val_batches": "eval_iters eval.max_iters", "trainer.num_nodes": "nnodes num_machines nodes",
     "trainer.devices": "num_gpus n_gpu gpus nproc_per_node num_processes", f"{_S}.precision: 16-mixed": "fp16",
-    "trainer.default_root_dir": "output_dir out_dir save_dir run_dir logging_dir",
+    "trainer.default_root_dir": "output_dir out_dir save_dir run_dir logging_dir checkpoint.dir checkpoint.dirpath",
     f"{_S}.precision: bf16-mixed": "bf16 mixed_precision", f"{_S}.precision": "dtype torch_dtype",
     f"{_LOGGER}.WandbLogger}}": "wandb wandb_project wandb_name report_to log_with logger_name",
     f"{_LOGGER}.TensorBoardLogger}}": "tensorboard", f"{_LOGGER}.CSVLogger}}": "csv",
@@ -34,9 +34,11 @@ _KEYS = {
     f"{_S}.cpu_offload: true": "fsdp_cpu_offload offload_params", f"{_S}.engine": "fsdp_version distributed_type",
     f"{_S}.sharding": "fsdp sharding_strategy fsdp_sharding_strategy", f"{_S}.timeout_seconds": "ddp_timeout",
     f"{_S}.context_parallel": "context_parallel_size context_parallel_dim sequence_parallel_degree cp_size",
-    "checkpoint.every_steps": "save_steps save_interval checkpointing_steps", "checkpoint.keep_best": "save_top_k",
+    "checkpoint.every_steps": "checkpoint.every save_steps save_interval checkpointing_steps",
+    "checkpoint.keep_best": "save_top_k",
     "checkpoint.keep_last": "save_total_limit keep_last_n_checkpoints", "checkpoint.monitor": "metric_for_best_model",
-    "model.name": "base_model model_name_or_path model_name model_id model_path checkpoint_dir model._component_",
+    "model.name": "base_model model_name_or_path model_name model_id model_path checkpoint_dir model.path "
+    "model._component_",
     "model.tokenizer": "tokenizer_name tokenizer_path tokenizer.path", "model.optim.beta1": "adam_beta1",
     "model.attn_implementation: flash_attention_2": "flash_attention flash_attn use_flash_attention_2",
     "model.optim.lr": "learning_rate peak_lr max_lr", "model.optim.beta2": "adam_beta2",
@@ -44,10 +46,11 @@ _KEYS = {
     "model.optim.warmup_steps": "lr_warmup_steps num_warmup_steps warmup_iters",
     "model.optim.min_lr_ratio": "min_lr min_lr_rate cosine_min_lr_ratio", "model.lora.alpha": "lora_alpha",
     "model.optim.optimizer: torch.optim.AdamW": "optim optimizer optimizer._component_",
-    "model.optim.eps": "adam_epsilon", "model.loss.backend: liger": "use_liger_kernel",
+    "model.optim.eps": "adam_epsilon", "model.optim.weight_decay": "wd",
+    "model.loss.backend: liger": "use_liger_kernel",
     "model.lora: {}": "lora use_lora peft use_peft adapter",
     "model.lora.r": "r rank lora_r lora_rank", "model.lora.dropout": "lora_dropout",
-    "model.lora.target_modules": "target_modules lora_target_modules lora_attn_modules",
+    "model.lora.target_modules": "target_modules targets lora_target_modules lora_attn_modules",
     "model.lora.target_modules: all-linear": "lora_target_linear", "model.lora.use_dora": "use_dora peft_use_dora",
     "model.lora.quantize: nf4": "quantize load_in_4bit quantize_base qlora", "model.add_tokens": "special_tokens",
     "model.class_path: lit_fsdp.PreferenceModule": "rl loss_type", "model.neftune_alpha": "neftune_noise_alpha",
@@ -59,7 +62,7 @@ _KEYS = {
     "data.supervise: all": "mask_prompt", "data.train_on_prompt": "train_on_inputs train_on_input",
     "data.train_on_prompt: false": "assistant_only_loss completion_only_loss",
     "data.max_seq_length": "max_length max_seq_len seq_len seq_length sequence_len cutoff_len block_size",
-    "data.micro_batch_size": "batch_size train_batch_size per_device_train_batch_size per_device_eval_batch_size",
+    "data.micro_batch_size": "bs batch_size train_batch_size per_device_train_batch_size per_device_eval_batch_size",
     "data.num_workers": "dataloader_num_workers", "data.num_tokenizers": "dataset_num_proc preprocessing_num_workers",
 }  # fmt: skip
 _VERBS = {
@@ -95,6 +98,14 @@ _VALUES = {
 }  # fmt: skip
 """What a value of another trainer's key means here, where it differs from :data:`HERE`."""
 _CALLBACKS = "add trainer.callbacks: [{class_path: "
+MEANINGS = {
+    "data.format": {
+        **dict.fromkeys(("chat", "chatml", "openai", "conversation"), "messages"), "completion": "text",
+        **dict.fromkeys(("alpaca", "instruct"), "instruction"), "dpo": "preference", "pretraining": "text"},
+    f"{_S}.activation_checkpointing": {"true": "full", "false": "none"},
+}  # fmt: skip
+"""By key, what a value means that other trainers accept there."""
+_OPTIMIZERS = {name.lower(): f"torch.optim.{name}" for name in ("AdamW", "Adam", "SGD", "Adafactor")}
 ELSEWHERE = {
     "deepspeed": "run lit-fsdp convert deepspeed FILE",
     "mail_type": "write slurm.extra: [--mail-type=END]",
@@ -104,6 +115,7 @@ ELSEWHERE = {
     "ema_decay": _CALLBACKS + "lit_fsdp.EMAWeights, init_args: {decay: 0.999}}]",
     "early_stopping_patience": _CALLBACKS
     + "lightning.pytorch.callbacks.EarlyStopping, init_args: {monitor: val_loss}}]",
+    "betas": "write model.optim.beta1 and model.optim.beta2",
     "beta": "write model.preference.beta, with model.class_path: lit_fsdp.PreferenceModule",
     **dict.fromkeys(("do_train", "do_eval", "do_predict"), "remove it: the verb (fit, validate or predict) selects it"),
 }
@@ -133,8 +145,14 @@ def section_fix(section: str, value: str = "VALUE") -> str:
 
 def underscored(word: str) -> str:
     """Replace ``-`` by ``_`` in the flag name of a command-line word, but not in values or user-defined names."""
-    names = r"--(data\.(val|test|turns\.roles)(?=\.)|[^=]*)"  # sets and roles below these have user-defined names
+    names = r"--(data\.(val|test|turns\.roles)(?=\.)|[^=\s]*)"  # sets and roles below these have user-defined names
     return re.sub(f"^{names}", lambda found: f"--{found[0][2:].replace('-', '_')}", word)
+
+
+def optimizer_path(name: str) -> str:
+    """The class path that an optimizer's name without a package means."""
+    known = _OPTIMIZERS.get(re.sub(r"_(torch|fused|hf)", "", name.lower()))
+    return known or _VALUES.get(("optim", name.lower()), f": torch.optim.{name}").partition(": ")[2]
 
 
 _OTHER_MEANING = "min_lr fsdp fsdp_version distributed_type sharding_strategy fsdp_sharding_strategy dataset_text_field"
@@ -145,6 +163,8 @@ _SWITCHES = ("data.packing", "data.streaming", "model.trust_remote_code", f"{_S}
 """Keys that are true or false."""
 _LISTS = ("slurm.setup", "slurm.extra", "slurm.command", "slurm.container_mounts", "model.freeze")
 """Keys with lists of text."""
+_SEVERAL = ("data.train", "data.val", "data.test", "data.predict", "model.lora.target_modules", *_LISTS)
+"""Keys that accept a list, which shells and users give as several words."""
 _LOSSES = ("ipo", "orpo", "simpo")
 _ARGUMENTS = ("model.lora.", "model.class_path", "trainer.callbacks.", "trainer.logger.")
 """Beginnings of keys that no parser lists, as they depend on other values."""
@@ -157,6 +177,8 @@ def as_flag(error: ConfigError, argv: Sequence[str], known: Collection[str]) -> 
     the keys that exist.
     """
     fix, field, is_unknown = error.fix, error.field, error.given == UNKNOWN_KEY
+    if is_unknown and field in argv and (several := _several(argv, list(argv).index(field))):
+        return several
     fix, *others = re.split(r"(?<=[\]}]), or ", fix, maxsplit=1)
     found = re.fullmatch(r"(?:write|set) ([\w.]+)(?:: ([\[{].*|[^\s,;]+))?", fix)
     alternative = "".join(f", or {other}" for other in others)
@@ -185,3 +207,14 @@ def as_flag(error: ConfigError, argv: Sequence[str], known: Collection[str]) -> 
         return f"write --model {value}" + (f" --model.preference.loss {own.lower()}" if own.lower() in _LOSSES else "")
     counts = " (in micro-batches: multiply by trainer.accumulate_grad_batches)" if own_key in _STEPS else ""
     return f"write --{key} {value}{counts}{alternative}"
+
+
+def _several(argv: Sequence[str], index: int) -> str:
+    """The fix for a word that follows the value of a flag in :data:`_SEVERAL`; empty for other words."""
+    start = next((at for at in range(index, -1, -1) if argv[at].startswith("--")), 0)
+    values = list(itertools.takewhile(lambda word: not word.startswith("--"), argv[start + 1 :]))
+    if underscored(argv[start])[2:] not in _SEVERAL:
+        return ""
+    whole = shlex.quote(f"[{', '.join(values if len(values) < 4 else [*values[:2], '...'])}]")
+    quoted = "quote the pattern, or " if values[0].endswith(ROWS_FILES) else ""
+    return f"{quoted}write {argv[start]} {whole}"

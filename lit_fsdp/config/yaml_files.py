@@ -158,7 +158,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
         mark, why = getattr(error, "problem_mark", None), getattr(error, "problem", type(error).__name__)
         why = f"{why} in line {mark.line + 1}" if mark else why
         raise ConfigError("--config", f"{path}, which is not YAML ({why})", "YAML", "fix that line") from None
-    what = f"{path}, a {type(content).__name__}" if content is not None else f"{path}, which is empty"
+    kind = "a list" if isinstance(content, list) else "a text or number"
+    what = f"{path}, which is {'empty' if content is None else kind}"
     require(isinstance(content, dict), "--config", what, "a mapping of sections")
     fix = "pass each file with --config; later ones win"
     require("config" not in content, "config", f"{content.get('config')} in {path}", "no files within a file", fix)

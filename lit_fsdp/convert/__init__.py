@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from lit_fsdp.config.parser import load_recipe
 from lit_fsdp.convert.accelerate import convert_accelerate
@@ -20,6 +21,14 @@ _NEEDED = (
     "model.name", "data.train", "data.max_seq_length", "data.global_batch_size data.micro_batch_size", "model.optim",
     "trainer.max_steps trainer.max_epochs",
 )  # fmt: skip
+_MARKS = {
+    "accelerate": "distributed_type compute_environment num_machines",
+    "hf-trainer": "per_device_train_batch_size model_name_or_path output_dir num_train_epochs",
+    "deepspeed": "zero_optimization train_micro_batch_size_per_gpu train_batch_size",
+    "axolotl": "base_model sequence_len micro_batch_size num_epochs adapter",
+    "torchtune": "checkpointer tokenizer.path dataset._component_ model._component_",
+}
+"""Keys that only files of this format have."""
 _ONE_NODE = {"hybrid_shard": "full_shard", "hybrid_shard_zero2": "shard_grad_op"}
 
 
@@ -34,6 +43,7 @@ def convert_file(kind: str, path: Path, ranks: int | None = None, num_nodes: int
     fix = "write the arguments that the script sets into a YAML file, by their names"
     require(path.suffix != ".py", "file", f"{path}, a script", "a YAML or JSON file", fix)
     values, conversion = read_mapping("file", str(path)), Conversion()
+    _check_format(kind, path, values)
     if kind == "accelerate":
         require(not ranks, "--ranks", ranks, "nothing: num_processes is in the file", "drop it")
         convert_accelerate(conversion, values)
@@ -52,6 +62,20 @@ def convert_file(kind: str, path: Path, ranks: int | None = None, num_nodes: int
     conversion.to_give += [f"Check the values that replace auto in {', '.join(autos)}."] if autos else []
     _check(conversion)
     return conversion
+
+
+def _check_format(kind: str, path: Path, values: dict[str, Any]) -> None:
+    """Refuse a file that has keys of another format and none of this one."""
+    keys = {str(key) for key in values} | {
+        f"{key}.{one}" for key in values if isinstance(values[key], dict) for one in values[key]
+    }
+    found = {name: sorted(keys.intersection(marks.split())) for name, marks in _MARKS.items()}
+    likely = max(found, key=lambda name: len(found[name]))
+    is_other = not found[kind] and found[likely]
+    given = f"{path}, with {', '.join(found[likely])}, as files of {likely} have"
+    require(
+        not is_other, f"lit-fsdp convert {kind}", given, f"a file of {kind}", f"write lit-fsdp convert {likely} {path}"
+    )
 
 
 def _finish(conversion: Conversion) -> None:

@@ -68,16 +68,19 @@ _AXOLOTL: Table = {
            "cut_cross_entropy flash_attn_* flash_attention sdp_attention flex_attention xformers_attention "
            "eager_attention attn_implementation heads_k_stride ring_attn_func fsdp_final_state_dict_type "
            "activation_offloading use_scattermoe use_sonicmoe use_kernels flex_attn_* bfloat16 "
-           "experimental_skip_move_to_device resize_token_embeddings_to_32x loss_watchdog_* "
+           "experimental_skip_move_to_device resize_token_embeddings_to_32x  "
            "fsdp_config.final_state_dict_type fsdp_config.cpu_offload_pin_memory",
            Drop("it affects speed, memory and files, not results")),
+    "loss_watchdog_*": Drop("training ends at gradients that are not finite, at no other loss"),
+    "early_stopping_patience": Drop("add trainer.callbacks: EarlyStopping, which counts validations", OFF),
+    "strict": Drop("every key of a recipe is checked"),
     "model_type": Drop("the model is causal, and its config names the class", "automodelforcausallm llamaforcausallm "
                        "mistralforcausallm mixtralforcausallm qwen2forcausallm gemmaforcausallm phiforcausallm"),
     **rows("shuffle_merged_datasets dataset_prepared_path dataset_processes tokenizer_type tokenizer_use_fast "
-           "is_*_derived_model strict wandb_* mlflow_* comet_* use_wandb use_mlflow use_comet use_tensorboard "
-           "use_trackio use_otel_metrics hf_*", Drop("set by model, data, trainer.logger and the command")),
+           "is_*_derived_model wandb_* mlflow_* comet_* use_wandb use_mlflow use_comet use_tensorboard "
+           "use_trackio use_otel_metrics hf_*", Drop("model, data, trainer.logger or the command determines it")),
     **rows("load_in_8bit lora_* peft_* loraplus_* relora* bnb_config_kwargs s2_attention rpo_alpha cpo_alpha trl qat "
-           "float16 gptq early_stopping_patience embedding_lr* lr_groups batch_size cosine_constant_lr_ratio "
+           "float16 gptq embedding_lr* lr_groups batch_size cosine_constant_lr_ratio "
            "base_model_config revision_of_model unfrozen_parameters default_system_message chat_template_jinja "
            "dataset_exact_deduplication curriculum_sampling reinit_weights peft model_quantization_config* "
            "lr_scheduler_kwargs.num_cycles",
@@ -137,7 +140,7 @@ def _data(conversion: Conversion, source: Source) -> None:
         word = str(kind.value).partition(":")[0].partition(".")[0]
         form = "preference" if loss.key else _FORMATS.get(word, "auto")
         differs = form != "text" and word not in ("chat_template", "sharegpt")
-        why = "only the chat template writes the turns" if differs else ""
+        why = "turns are formatted by the chat template only" if differs else ""
         if word == "chat_template" and loss.key and not str(kind.value).endswith("argilla_chat"):
             conversion.put(f"{own}.columns.prompt", "messages")
         elif word == "chat_template" and not entry.get("message_field_training"):
@@ -177,7 +180,7 @@ def _of_prompt_style(own: str) -> Table:
     columns = ("instruction", "input", "output", "system", "prompt", "chosen", "rejected")
     return {
         **{f"field_{name}": Keep(f"{own}.columns.{name}") for name in columns},
-        **rows("*format", Drop("the chat template writes the turns", OFF)),
+        **rows("*format", Drop("turns are formatted by the chat template", OFF)),
         **rows("system_prompt field", Drop("this option is not supported", OFF)),
     }
 

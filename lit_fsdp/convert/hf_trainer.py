@@ -74,7 +74,9 @@ ARGUMENTS: Table = {
 
 _TRL: Table = {  # its SFTConfig, ModelConfig and ScriptArguments, 1.16
     **rows(
-        "use_peft load_in_4bit datasets dataset_name dataset_config dataset_train_split dataset_text_field dtype", None
+        "use_peft load_in_4bit datasets dataset_name dataset_config dataset_train_split dataset_test_split "
+        "dataset_text_field dtype",
+        None,
     ),
     "chat_template_path": Keep("data.chat_template"),
     "dataset_num_proc": Keep("data.num_tokenizers"),
@@ -103,7 +105,6 @@ _TRL: Table = {  # its SFTConfig, ModelConfig and ScriptArguments, 1.16
     **rows("bnb_4bit_quant_type bnb_4bit_quant_storage", Drop("4-bit weights are NF4", "nf4 uint8")),
     "lora_task_type": Drop("the model is causal", "CAUSAL_LM"),
     "attn_implementation": Keep("model.attn_implementation"),
-    "dataset_test_split": Drop("data.val names the validation rows"),
     **rows("dataset_streaming ignore_bias_buffers", Drop("it does not change what is trained")),
 }
 """Keys of TRL's scripts, besides those of TrainingArguments."""
@@ -157,8 +158,8 @@ def put_defaults_of_trl(conversion: Conversion, values: dict[str, Any], is_bf16:
         conversion.drop(Given("assistant_only_loss (false by default)", False), why, differs=True)
 
 
-def put_adapters(conversion: Conversion, source: Source, folder: Path) -> None:
-    """Convert TRL's choice of adapters, with its defaults, and the name of its data."""
+def put_adapters(conversion: Conversion, source: Source, folder: Path, validates: bool) -> None:
+    """Convert TRL's choice of adapters, with its defaults, and the name of its data; ``validates``: on a split."""
     adapters, bits = source.take("use_peft", False), source.take("load_in_4bit", False)
     if adapters.on:
         conversion.say(adapters, "kept as model.lora")
@@ -192,6 +193,12 @@ def put_adapters(conversion: Conversion, source: Source, folder: Path) -> None:
         conversion.keep(data, "data.train", name)
     for part in parts[1:]:
         conversion.drop(part, "files have no configurations and splits" if is_local else "part of data.train")
+    tests = source.take("dataset_test_split", "test")
+    if validates and data.key and not is_local:
+        rows_of = ":".join(str(part) for part in (data.value, subset.value, tests.value) if part)
+        conversion.keep(tests, "data.val", rows_of)
+    else:
+        conversion.drop(tests, "files have no splits" if validates and data.key else "no split is validated")
     if text.value != "text":
         conversion.keep(text, "data.columns", {"text": text.value}, "for rows of text; drop it for conversations")
     else:
@@ -246,8 +253,14 @@ def convert_hf_trainer(
         note = "as in TrainingArguments; if the file is for TRL's scripts, write max_length: 1024 into it"
         conversion.say(Given("(keys that are not set)", ""), note)
     put_loop(conversion, source, values)
-    put_adapters(conversion, source, folder)
+    validates = str(values.get("eval_strategy") or values.get("evaluation_strategy") or "no").lower() in (
+        "steps",
+        "epoch",
+    )
+    put_adapters(conversion, source, folder, validates and is_trl)
     source.rest()
+    if validates and not conversion.get("data.val"):
+        conversion.to_give.append("Set data.val or data.val_split: the input validates.")
     for path, value in FILLED_IN.items():
         conversion.put(path, value)
     if put_rest:

@@ -55,12 +55,13 @@ _TORCHTUNE: Table = {
                                      f"torchtune.modules.{_COSINE}"),
     "lr_scheduler.*": Drop("the schedule falls to 0 once", "0.5"),
     "tokenizer._component_": Keep("data.chat_template", {"torchtune.models.llama3.llama3_tokenizer": "llama3"},
-                                  "no EOS follows the last turn", "the folder's template writes the turns"),
-    "tokenizer.prompt_template": Drop("data.chat_template writes the turns", "none"),
+                                  "no EOS follows the last turn", "the folder's template formats the turns"),
+    "tokenizer.prompt_template": Drop("turns are formatted by data.chat_template", "none"),
     **rows("tokenizer.* model.* checkpointer._component_ checkpointer.checkpoint_files checkpointer.model_type",
            Drop("the folder of the model defines it")),
-    **rows("checkpointer.* save_* keep_last_n_checkpoints resume_from_checkpoint metric_logger.* profiler.* log_* "
-           "batch_size_val", Drop("set by checkpoint, trainer.logger and the recipe's validation")),
+    **rows("checkpointer.* save_* keep_last_n_checkpoints resume_from_checkpoint metric_logger.* log_* "
+           "batch_size_val", Drop("checkpoint, trainer.logger or the validation of the recipe determines it")),
+    "profiler.*": Drop("lit-fsdp profile records steps"),
     "ref_checkpointer.*": Drop("the reference is the model that training starts from"),
     **rows("custom_sharded_layers memory_efficient_fsdp_wrap ac_* low_cpu_ram optimizer_in_bwd cudnn* fsdp_* "
            "loss.num_output_chunks cp_rotate_method", Drop("it affects speed and memory, not results")),
@@ -186,7 +187,7 @@ def _data_set(conversion: Conversion, key: str, own: str, entry: dict[str, Any])
         **rows("new_system_prompt filter_fn", Drop("it must be applied to the rows themselves", "none")),
     }
     source = Source(conversion, table, {"source": location, **entry} if location else entry, key)
-    why = "only the chat template writes the turns" if form != "text" else ""
+    why = "turns are formatted by the chat template only" if form != "text" else ""
     why += "; torchtune reads the folder data/rl only" if is_stack and not entry.get("data_dir") else ""
     conversion.keep(
         source.take("_component_"), f"{own}.format", form, why, differs=is_alpaca or is_stack or form == "auto"

@@ -109,7 +109,7 @@ def hub_builder(name: str, configuration: str | None, revision: str | None) -> A
     """Return the builder of a data set on the hub, whose ``hash`` is the commit."""
     import datasets
 
-    with naming(f"{name}: no such file in {Path.cwd()}, and on the hub it"):
+    with naming(f"{name} (no such file in {Path.cwd()}; looked up on the hub)"):
         builder = datasets.load_dataset_builder(name, configuration, revision=revision)
     # without a network, datasets uses any commit in its cache
     if revision and type(builder).__name__ == "Cache" and builder.hash != revision:

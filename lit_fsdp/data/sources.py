@@ -10,6 +10,7 @@ import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -70,7 +71,10 @@ class Source:
         there = {name for _, row in good for name in row}
         for ours, theirs in (self.columns or {}).items():
             if ours not in there:
-                raise DataError(f"{self.name}: no column {theirs!r}, mapped to {ours!r}\n  allowed: {sorted(there)}")
+                names = sorted({(self.columns or {}).get(name, name) for name in there})
+                near = get_close_matches(theirs, names, n=1)
+                fix = f"\n  fix:     set data.columns: {{{ours}: {near[0]}}}" if near else ""
+                raise DataError(f"{self.name}: no column {theirs!r}, mapped to {ours!r}\n  allowed: {names}{fix}")
         turns = [turn for _, row in good for part in row.values() if isinstance(part, list) for turn in part]
         there = {key for turn in turns if isinstance(turn, dict) for key in turn}
         for ours, theirs in (self.turns.keys if self.turns else {}).items():

@@ -167,7 +167,7 @@ def test_generated_rows_keep_their_own_columns_and_format(capsys: Out):
 def test_a_wrong_command_line():
     train = write("t.jsonl", ("u:a", "a:b"))
     for words, field in (
-        (["--n", "many"], "lit-fsdp data inspect"),
+        (["--n", "many"], "lit-fsdp data inspect --n"),
         (["--split", "test"], "--split"),
         (["--color", "1"], "color"),
         (["--data.train", "null"], "data.train"),

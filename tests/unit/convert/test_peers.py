@@ -158,7 +158,7 @@ def test_what_does_not_names_the_key() -> None:
          "datasets.0.data_files: kept as data.train.0.source: a.jsonl (all rows of these files, not split train[:10%]"),
         ("torchtune", {"ref_checkpointer": {"checkpoint_dir": "other/M"}},
          "ref_checkpointer.checkpoint_dir: dropped because the reference is the model that training starts from"),
-        ("torchtune", {"dataset": ALPACA}, "dataset._component_: kept as data.train.0.format: instruction (only"),
+        ("torchtune", {"dataset": ALPACA}, "dataset._component_: kept as data.train.0.format: instruction (turns"),
         ("torchtune", {"teacher": 1}, "teacher: dropped because the key is unknown"),
     ):  # fmt: skip
         found = convert(kind, {**(axolotl if kind == "axolotl" else tune), **given})
@@ -182,6 +182,22 @@ def test_what_does_not_names_the_key() -> None:
     full = convert("axolotl", axolotl)
     assert strategy(full)["precision"] == "low_precision"
     assert "train_on_prompt" not in full.recipe["data"]
+
+
+def test_a_file_of_another_format_is_refused_by_name() -> None:
+    axolotl = {"base_model": "m", "warmup_steps": 1, **yaml.safe_load(LOOP), "datasets": [CHAT]}
+    files: dict[str, dict[str, Any]] = {
+        "axolotl": axolotl,
+        "torchtune": yaml.safe_load(TORCHTUNE["dpo"]),
+        "deepspeed": {"zero_optimization": {"stage": 3}},
+        "hf-trainer": {"per_device_train_batch_size": 2},
+        "accelerate": {"distributed_type": "FSDP"},
+    }
+    for kind, given in files.items():
+        for other in files.keys() - {kind}:
+            with pytest.raises(ConfigError) as error:
+                convert(other, given)
+            assert error.value.fix.startswith(f"write lit-fsdp convert {kind} ")
 
 
 def test_values_of_theirs_that_are_easily_lost() -> None:

@@ -102,6 +102,13 @@ def test_adapters_and_data_of_trl() -> None:
     assert found.recipe["model"]["lora"] == {**lora, "double_quantization": False}
     assert found.recipe["data"]["train"] == "trl-lib/Capybara:small:train"
     assert strategy(found)["precision"] == "mixed"  # with the frozen base in bf16
+    # TRL validates on the split test by default, if at all
+    assert "val" not in found.recipe["data"]
+    for split, more in (("test", {}), ("held", {"dataset_test_split": "held"})):
+        validates = convert("hf-trainer", {**given, **more, "eval_strategy": "epoch"}, 1)
+        assert validates.recipe["data"]["val"] == f"trl-lib/Capybara:small:{split}"
+    without = {**given, "eval_strategy": "epoch", "dataset_name": "rows.jsonl"}
+    assert "Set data.val or data.val_split: the input validates." in convert("hf-trainer", without, 1).to_give
     base: dict[str, Any] = {"lora_r": 8, "use_dora": True, "dataset_train_split": "train", "completion_only_loss": True}
     whole = convert("hf-trainer", base, 1)
     assert "lora" not in whole.recipe["model"]

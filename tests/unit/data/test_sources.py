@@ -167,6 +167,13 @@ def test_columns_and_formats(tmp_path: Path):
     assert _read(path, columns={"prompt": "q", "completion": "a"})[0][1] == {"prompt": "x", "completion": "y"}
     with pytest.raises(DataError, match=r"a\.jsonl: no column 'z', .*\n  allowed: \['a', 'q'\]"):
         _ = find_sources(str(path), DataConfig(columns={"prompt": "z"}))[0].row_format
+    typo = str(write_rows(tmp_path / "b.jsonl", [{"question": "x", "answer": "y"}]))
+    with pytest.raises(DataError) as error:
+        _ = find_sources(typo, DataConfig(columns={"prompt": "question", "completion": "answr"}))[0].row_format
+    assert str(error.value).splitlines()[1:] == [
+        "  allowed: ['answer', 'question']",
+        "  fix:     set data.columns: {completion: answer}",
+    ]
     entry = SourceConfig(source=str(path), format="sharegpt")
     assert find_sources([entry], DataConfig(format="text"))[0].row_format == "sharegpt"
     entry = SourceConfig(source=str(path), columns={"prompt": "a"})

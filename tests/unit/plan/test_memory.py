@@ -229,7 +229,7 @@ def test_the_recipe_or_nothing_fits(tmp_path: Path, capsys: pytest.CaptureFixtur
     out = capsys.readouterr().out
     assert "nothing fits into 1 GiB" in out
     assert re.search(
-        r"micro-batch \d+ does not fit into 1 GiB \(97% of them usable\): exceeds it by \d.* GiB; .* fits: none", out
+        r"micro-batch \d+ does not fit into 1 GiB \(97% of it usable\): exceeds it by \d.* GiB; .* fits: none", out
     )
     assert run_plan([*small, "--memory", "24"]) == 0
     out = capsys.readouterr().out
