@@ -29,7 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             known = recipe_keys()
             for one in (error, *error.others):
                 one.fix = as_flag(one, words, known)
-            error.others = [one for one in error.others if one.fix in ("", "remove it") or one.fix != error.fix]
+            again = error.fix if error.fix != "remove it" else ""  # of several words after one flag
+            error.others = [one for one in error.others if one.field not in words or one.fix != again]
             raise
 
     return exit_code_of(act, debug="--debug" in words)

@@ -420,7 +420,8 @@ class RecipeCLI(LightningCLI):
         for rule in RULES:
             rule(run)
         if not ours["trainer.strategy"] and trainer.is_global_zero:
-            text = f"trainer.strategy: {type(strategy).__name__} is not a strategy of lit_fsdp"
+            owner = "Lightning's own" if type(strategy).__module__.startswith("lightning.") else "not lit_fsdp's"
+            text = f"trainer.strategy: {type(strategy).__name__} is {owner}"
             print(f"{text}: no dtype contract, no verified checkpoints, no elastic resume", file=sys.stderr)
         if ours["data"] and self.verb == "fit":
             self.datamodule.fix_batches(run.data_ranks, parsed.trainer.accumulate_grad_batches)

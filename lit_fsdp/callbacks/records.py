@@ -27,6 +27,8 @@ from lit_fsdp.report.data import data_table
 from lit_fsdp.report.tables import console_for, dtypes_table, parameter_counts, units_table
 
 _log = logging.getLogger(__name__)
+_OF_TRAINING = ("status", "started", "ended", "measured_peak_bytes_per_rank")
+"""Values of ``audit.json`` that steps of training replace."""
 PENDING_RECIPE = ".recipe.yaml"
 """The recipe of a run that resumes, until its checkpoint is loaded."""
 
@@ -86,8 +88,13 @@ class RunRecord(Callback):
         if not isinstance(strategy, EngineStrategy):
             return
         if trainer.is_global_zero:
-            record = {**strategy.audit, "versions": versions()}
-            write_json(Path(trainer.default_root_dir) / "audit.json", record)
+            record, path = {**strategy.audit, "versions": versions()}, Path(trainer.default_root_dir) / "audit.json"
+            kept: dict[str, Any] = {}  # a resume may have nothing left to train
+            if trainer.ckpt_path:
+                with contextlib.suppress(OSError, ValueError):
+                    before = json.loads(path.read_text(encoding="utf-8"))
+                    kept = {key: before[key] for key in _OF_TRAINING if key in before}
+            write_json(path, record | kept)
             counts = f"{parameter_counts(record)} in {record['num_units']} units"
             text = f"{counts}, {record['num_params_on_this_rank']:,} on rank 0"
             show(units_table(record), text, *(f"replaced: {name}: {why}" for name, why in record["replaced"].items()))
@@ -96,8 +103,10 @@ class RunRecord(Callback):
         """Record that the run has started; before, a resume may still be rejected."""
         self._has_audit = isinstance(trainer.strategy, EngineStrategy)
         if self._has_audit and trainer.is_global_zero:
-            values = {"status": "running, or killed", "started": _now()}
-            add_to_audit(Path(trainer.default_root_dir), values)
+            path = Path(trainer.default_root_dir) / "audit.json"
+            record = json.loads(path.read_text(encoding="utf-8"))
+            record = {key: value for key, value in record.items() if key not in _OF_TRAINING}
+            write_json(path, {**record, "status": "running, or killed", "started": _now()})
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *batch: Any) -> None:
         """Log the gradient norm; after the first step, write the dtypes that were compared with the declared ones."""
@@ -123,7 +132,9 @@ class RunRecord(Callback):
         before = 0 if is_accelerator(device) else self._before_bytes
         ranks = gathered(trainer, peak_device_bytes(device) - before)
         if trainer.is_global_zero:
-            add_to_audit(Path(trainer.default_root_dir), {"measured_peak_bytes_per_rank": ranks})
+            folder, measured = Path(trainer.default_root_dir), {"measured_peak_bytes_per_rank": ranks}
+            if self._has_audit or not measured.keys() <= add_to_audit(folder, {}).keys():
+                add_to_audit(folder, measured)
             self._note(trainer, "finished")
 
     def _note(self, trainer: Trainer, status: str) -> None:

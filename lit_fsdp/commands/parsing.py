@@ -50,10 +50,11 @@ class _Parser(argparse.ArgumentParser):
             near = difflib.get_close_matches(given, choices, n=1, cutoff=0.5)
             fix = f"write {flag} {near[0]}" if near else "write one of these values"
             raise ConfigError(f"{self.prog} {flag}", given, ", ".join(choices), fix)
-        if found := re.match(r"argument (--[\w-]+): invalid (int|float) value: '(\d*)(.*)' *$", message):
-            flag, kind, number, rest = found.groups()
-            allowed = "a whole number" if kind == "int" else "a number"
-            raise ConfigError(f"{self.prog} {flag}", number + rest, allowed, f"write {flag} {number or 'NUMBER'}")
+        if found := re.match(r"argument (--[\w-]+): invalid (int|float) value: '(.*)' *$", message):
+            flag, kind, given = found.groups()
+            size = re.fullmatch(r"(\d*\.?\d+) ?gi?b", given.lower()) if kind == "float" else None
+            fix = f"write {flag} {size[1] if size else 'NUMBER'}"
+            raise ConfigError(f"{self.prog} {flag}", given, "a whole number" if kind == "int" else "a number", fix)
         raise ConfigError(self.prog, message, usage, f"see {self.prog} --help")
 
 

@@ -89,6 +89,8 @@ def run_plan(argv: Sequence[str]) -> int:
         value, flag = getattr(options, name), f"--{name.replace('_', '-')}"
         require(value is None or value > 0, flag, value, "a number greater than 0")
     require(not (options.savings and options.json), "--json", "with --savings", "only one of them")
+    only_gpu = options.savings and options.host_memory < math.inf
+    require(not only_gpu, "--host-memory", "with --savings, which compares the memory of GPUs", "only one of them")
     if options.gpu or options.memory:
         words.append("--trainer.accelerator=gpu")
     gpus, nodes, each = options.gpus, options.nodes, options.gpus_per_node
@@ -127,8 +129,12 @@ def run_plan(argv: Sequence[str]) -> int:
         print("Each of these options alone saves memory; try them in this order:")
         print(columns(lighter, right=("less",)))
         if gib and found.room(gib) < 0 and not any("yes" in row for row in lighter):
-            best, _ = search.recommend(run, gib, gpu, False, options.host_memory)
-            flags = " ".join(search.flags_of(best["changes"])) if best else "none; lit-fsdp plan --search tries all"
+            best, _ = search.recommend(run, gib, gpu, False)
+            flags = (
+                " ".join(search.flags_of(best["changes"]))
+                if best
+                else "none; lit-fsdp plan --search also tries adapters"
+            )
             print(f"None of them is enough alone. A combination that fits: {flags}")
         return 0
     taken, host, host_gib = memory.step_time(run, gpu), memory.host_memory(run), options.host_memory

@@ -229,7 +229,9 @@ def complete(
         trainer.precision = None
     if model is not None:
         name, field = model.optim.optimizer, "model.optim.optimizer"
-        require("." in name, field, name, "the path of a class", f"write {field}: {optimizer_path(name)}")
+        path = optimizer_path(name)
+        fix = f"write {field}: {path}" if path else "write its path, such as torch.optim.AdamW"
+        require("." in name, field, name, "the path of a class", fix)
     if model is not None and model.optim.optimizer.partition(".")[0] not in (*TRUSTED, *line.allow_imports):
         raise not_allowed("model.optim.optimizer", model.optim.optimizer)
     for name in ("lr", "weight_decay") if model is not None else ():

@@ -18,7 +18,7 @@ from jsonargparse import ArgumentParser, Namespace
 from lit_fsdp.config.command_line import PREFERENCE, TRUSTED
 from lit_fsdp.config.locations import shipped_file
 from lit_fsdp.config.model import LoraConfig
-from lit_fsdp.config.words import ELSEWHERE, MEANINGS, ROWS_FILES, UNKNOWN_KEY, here, section_fix
+from lit_fsdp.config.words import ELSEWHERE, MEANINGS, NOT_A_FLAG, ROWS_FILES, UNKNOWN_KEY, here, section_fix
 from lit_fsdp.errors import ConfigError
 
 _LISTS = ("trainer.callbacks.", "trainer.logger.", "trainer.plugins.")
@@ -61,9 +61,8 @@ def parser_error(message: str, known: Iterable[str]) -> ConfigError:
             cls = getattr(importlib.import_module(f"lit_fsdp.config.{inside[1]}"), inside[2])
             every |= {f"{key}.{field.name}" for field in dataclasses.fields(cls)}
         full = name if key == "recipe" or name.startswith(f"{key}.") else f"{key}.{name}"
-        if full in every and (word := re.search(rf"arguments: (?:--)?{re.escape(name)}[= ](.+)", message)):
-            fix = f"write --{full} {word[1]}"
-            return ConfigError(full, f"'{word[0].partition(': ')[2]}'", "a flag and its value as two words", fix)
+        if full in every and "unrecognized arguments: " in message:
+            return ConfigError(full, NOT_A_FLAG, "a flag and its value", f"write --{full} VALUE")
         parent = full.rpartition(".")[0]
         while parent and parent not in every:
             parent = parent.rpartition(".")[0]
@@ -187,5 +186,6 @@ def _nearest(name: str, *groups: Iterable[str]) -> str | None:
     found = [one for names in groups for one in sorted(names) if one.rpartition(".")[2] in meant]
     # the section alone is no similarity
     alike = [one for names in groups for one in difflib.get_close_matches(name, sorted(names), n=5, cutoff=0.6)]
-    found += [one for one in alike if difflib.SequenceMatcher(None, one.rpartition(".")[2], last).ratio() >= 0.6]
+    ends = {one: one.rpartition(".")[2] for one in alike}
+    found += [one for one, end in ends.items() if difflib.SequenceMatcher(None, end, last).ratio() >= 0.6]
     return found[0] if found else None

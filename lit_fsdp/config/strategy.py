@@ -326,7 +326,7 @@ class StrategyConfig:
         if self.is_sharded:
             return {}
         return {
-            name: f"{getattr(self, name)} → {neutral} (engine {self.engine}: every rank holds the whole model)"
+            name: f"{getattr(self, name)} → {neutral} (engine {self.engine}: every rank has the whole model)"
             for name, neutral in _WITHOUT_SHARDS.items()
             if getattr(self, name) != neutral
         }

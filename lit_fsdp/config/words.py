@@ -10,6 +10,7 @@ from collections.abc import Collection, Sequence
 from lit_fsdp.errors import ConfigError
 
 UNKNOWN_KEY = "a key that does not exist"
+NOT_A_FLAG = "a word that is not a flag"
 _S, _LOGGER = "trainer.strategy.init_args", "trainer.logger: {class_path: lightning.pytorch.loggers"
 _KEYS = {
     "seed_everything": "seed random_seed", "data.cache_dir": "dataset_prepared_path",
@@ -56,7 +57,8 @@ _KEYS = {
     "model.class_path: lit_fsdp.PreferenceModule": "rl loss_type", "model.neftune_alpha": "neftune_noise_alpha",
     "data.train": "dataset datasets dataset_name dataset_path dataset.source dataset._component_ train_file data_files "
     "data.path datasets.path train_path train_data_path",
-    "data.val": "validation_file eval_file eval_dataset test_datasets", "data.packing": "sample_packing packed",
+    "data.val": "validation validation_file eval_file eval_dataset test_datasets",
+    "data.packing": "sample_packing packed",
     "data.val_split": "val_set_size val_split_fraction", "data.columns": "dataset_text_field column_map",
     "data.chat_template": "chat_template_path chat_template_jinja prompt_style",
     "data.supervise: all": "mask_prompt", "data.train_on_prompt": "train_on_inputs train_on_input",
@@ -105,7 +107,13 @@ MEANINGS = {
     f"{_S}.activation_checkpointing": {"true": "full", "false": "none"},
 }  # fmt: skip
 """By key, what a value means that other trainers accept there."""
-_OPTIMIZERS = {name.lower(): f"torch.optim.{name}" for name in ("AdamW", "Adam", "SGD", "Adafactor")}
+_OPTIMIZERS = {
+    **{name.lower(): f"torch.optim.{name}" for name in (
+        "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "Muon", "NAdam", "RAdam", "RMSprop",
+        "Rprop", "SGD")},
+    **dict.fromkeys(("adamw8bit", "adamw_8bit", "adamw_bnb_8bit"), "torchao.optim.AdamW8bit"),
+}  # fmt: skip
+"""By lower-case name, the class that an optimizer's name without a package means."""
 ELSEWHERE = {
     "deepspeed": "run lit-fsdp convert deepspeed FILE",
     "mail_type": "write slurm.extra: [--mail-type=END]",
@@ -150,9 +158,8 @@ def underscored(word: str) -> str:
 
 
 def optimizer_path(name: str) -> str:
-    """The class path that an optimizer's name without a package means."""
-    known = _OPTIMIZERS.get(re.sub(r"_(torch|fused|hf)", "", name.lower()))
-    return known or _VALUES.get(("optim", name.lower()), f": torch.optim.{name}").partition(": ")[2]
+    """The class path that an optimizer's name without a package means; empty if unknown."""
+    return _OPTIMIZERS.get(re.sub(r"_(torch|fused|hf|32bit)|^paged_", "", name.lower()), "")
 
 
 _OTHER_MEANING = "min_lr fsdp fsdp_version distributed_type sharding_strategy fsdp_sharding_strategy dataset_text_field"
@@ -177,6 +184,12 @@ def as_flag(error: ConfigError, argv: Sequence[str], known: Collection[str]) -> 
     the keys that exist.
     """
     fix, field, is_unknown = error.fix, error.field, error.given == UNKNOWN_KEY
+    if error.given == NOT_A_FLAG:
+        form = rf"(?:--)?{re.escape(field)}(?:[= ](.+))?"
+        for word, after in zip(argv, [*argv, "VALUE"][1:], strict=True):
+            if match := re.fullmatch(form, word):
+                return f"write --{field} {shlex.quote(match[1] or after)}"
+        return fix
     if is_unknown and field in argv and (several := _several(argv, list(argv).index(field))):
         return several
     fix, *others = re.split(r"(?<=[\]}]), or ", fix, maxsplit=1)
@@ -212,9 +225,10 @@ def as_flag(error: ConfigError, argv: Sequence[str], known: Collection[str]) -> 
 def _several(argv: Sequence[str], index: int) -> str:
     """The fix for a word that follows the value of a flag in :data:`_SEVERAL`; empty for other words."""
     start = next((at for at in range(index, -1, -1) if argv[at].startswith("--")), 0)
-    values = list(itertools.takewhile(lambda word: not word.startswith("--"), argv[start + 1 :]))
-    if underscored(argv[start])[2:] not in _SEVERAL:
+    flag, _, first = argv[start].partition("=")
+    values = [*([first] if first else []), *itertools.takewhile(lambda word: word[:2] != "--", argv[start + 1 :])]
+    if underscored(flag)[2:].removesuffix("+") not in _SEVERAL:
         return ""
     whole = shlex.quote(f"[{', '.join(values if len(values) < 4 else [*values[:2], '...'])}]")
     quoted = "quote the pattern, or " if values[0].endswith(ROWS_FILES) else ""
-    return f"{quoted}write {argv[start]} {whole}"
+    return f"{quoted}write {flag} {whole}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,11 @@ _NEEDED = (
     "trainer.max_steps trainer.max_epochs",
 )  # fmt: skip
 _MARKS = {
-    "accelerate": "distributed_type compute_environment num_machines",
-    "hf-trainer": "per_device_train_batch_size model_name_or_path output_dir num_train_epochs",
-    "deepspeed": "zero_optimization train_micro_batch_size_per_gpu train_batch_size",
-    "axolotl": "base_model sequence_len micro_batch_size num_epochs adapter",
-    "torchtune": "checkpointer tokenizer.path dataset._component_ model._component_",
+    "accelerate": "distributed_type compute_environment",
+    "hf-trainer": "per_device_train_batch_size model_name_or_path num_train_epochs",
+    "deepspeed": "zero_optimization train_micro_batch_size_per_gpu",
+    "axolotl": "base_model sequence_len",
+    "torchtune": "model._component_ dataset._component_ tokenizer._component_",
 }
 """Keys that only files of this format have."""
 _ONE_NODE = {"hybrid_shard": "full_shard", "hybrid_shard_zero2": "shard_grad_op"}
@@ -74,7 +75,11 @@ def _check_format(kind: str, path: Path, values: dict[str, Any]) -> None:
     is_other = not found[kind] and found[likely]
     given = f"{path}, with {', '.join(found[likely])}, as files of {likely} have"
     require(
-        not is_other, f"lit-fsdp convert {kind}", given, f"a file of {kind}", f"write lit-fsdp convert {likely} {path}"
+        not is_other,
+        f"lit-fsdp convert {kind}",
+        given,
+        f"a file of {kind}",
+        f"write lit-fsdp convert {likely} {shlex.quote(str(path))}",
     )
 
 

@@ -198,7 +198,8 @@ def put_adapters(conversion: Conversion, source: Source, folder: Path, validates
         rows_of = ":".join(str(part) for part in (data.value, subset.value, tests.value) if part)
         conversion.keep(tests, "data.val", rows_of)
     else:
-        conversion.drop(tests, "files have no splits" if validates and data.key else "no split is validated")
+        why = "files have no splits" if data.key else "only dataset_name has this split"
+        conversion.drop(tests, why if validates else "no split is validated")
     if text.value != "text":
         conversion.keep(text, "data.columns", {"text": text.value}, "for rows of text; drop it for conversations")
     else:

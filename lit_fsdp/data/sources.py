@@ -16,6 +16,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from lit_fsdp.config.data import GENERATED, DataConfig, RowFormat, SourceConfig, Sources, TurnsConfig, check_sources
 from lit_fsdp.data import readers
 from lit_fsdp.data.formats import find_format, map_turns, unread_columns
@@ -73,7 +75,11 @@ class Source:
             if ours not in there:
                 names = sorted({(self.columns or {}).get(name, name) for name in there})
                 near = get_close_matches(theirs, names, n=1)
-                fix = f"\n  fix:     set data.columns: {{{ours}: {near[0]}}}" if near else ""
+                whole = {**(self.columns or {}), ours: near[0]} if near else {}
+                shown = yaml.safe_dump(
+                    whole, default_flow_style=True, sort_keys=False, allow_unicode=True, width=10_000
+                )
+                fix = f"\n  fix:     set data.columns: {shown.strip()}" if near else ""
                 raise DataError(f"{self.name}: no column {theirs!r}, mapped to {ours!r}\n  allowed: {names}{fix}")
         turns = [turn for _, row in good for part in row.values() if isinstance(part, list) for turn in part]
         there = {key for turn in turns if isinstance(turn, dict) for key in turn}

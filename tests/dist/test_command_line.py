@@ -62,7 +62,10 @@ def test_resumes_at_the_ends_of_epochs_do_not_add_one(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
     assert [row["step"] for row in records(tmp_path / "run/metrics.csv")] == ["1", "2", "3", "4", "5", "6"]
     assert "step 6: val_loss" in done.stderr
+    before = json.loads((tmp_path / "run/audit.json").read_text())
     again = lit_fsdp("fit", *SMOKE, *words, *one, cwd=tmp_path, python=server().python)
+    assert json.loads((tmp_path / "run/audit.json").read_text()) == before
+    assert before["status"] == "finished"
     assert "already at trainer.max_epochs 3, step 6: nothing was trained" in again.stderr
 
 

@@ -184,7 +184,7 @@ def test_words_of_lightning(here: Path) -> None:
 def test_a_strategy_of_lightning(here: Path) -> None:
     words = ("fit", "--config", "ours.yaml", "--allow-imports", "mine", "--trainer.strategy", "ddp")
     said = said_by(*words, "--trainer.precision", "bf16-mixed", "--trainer.gradient_clip_val", "1.0")
-    assert "DDPStrategy is not a strategy of lit_fsdp: no dtype contract" in said
+    assert "DDPStrategy is Lightning's own: no dtype contract" in said
     assert (told()["strategy"], told()["step"], told()["dtypes"]) == ("DDPStrategy", 2, ["torch.float32"])
     assert Path("run/checkpoints/last.ckpt").is_file()
     assert "last.ckpt" in {row[0] for row in Page(Path("run/report.html").read_text()).tables["Checkpoints"]}

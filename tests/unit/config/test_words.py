@@ -72,6 +72,11 @@ def test_a_fix_is_a_flag_to_paste_with_the_users_value(capsys: pytest.CaptureFix
         ("--data.columns prompt:question", "--data.columns '{prompt: question}'"),
         ("data.packing=true", "--data.packing true"),
         ("'--model.optim.lr 1e-5'", "--model.optim.lr 1e-5"),
+        ("data.packing=true trainer.max_steps=5", "--data.packing true"),
+        ("trainer.max_steps 50", "--trainer.max_steps 50"),
+        ("'data.train=my file.jsonl'", "--data.train 'my file.jsonl'"),
+        ("--data.validation a.jsonl", "--data.val a.jsonl"),
+        ("--model.optim.optimizer paged_adamw_32bit", "--model.optim.optimizer torch.optim.AdamW"),
         ("--model.optim.wd 0.1", "--model.optim.weight_decay 0.1"),
         ("--bs 4", "--data.micro_batch_size 4"),
         ("--checkpoint.every 50", "--checkpoint.every_steps 50"),
@@ -100,6 +105,8 @@ def test_a_fix_is_a_flag_to_paste_with_the_users_value(capsys: pytest.CaptureFix
             assert again.run.model.name
     for words, said in (
         ("--deepspeed ds.json", "run lit-fsdp convert deepspeed FILE"),
+        ("--data.train=a.jsonl b.jsonl", "quote the pattern, or write --data.train '[a.jsonl, b.jsonl]'\n"),
+        ("--model.optim.optimizer lion", "write its path, such as torch.optim.AdamW\n"),
         ("--do_train", "remove it: the verb"),
         ("smollm2-135m_full_fsdp2_2xcpu", "write --config smollm2-135m_full_fsdp2_2xcpu"),
         ("smollm2-135m_dpo", "write --config smollm2-135m_dpo_fsdp2_2xcpu"),

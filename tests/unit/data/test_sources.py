@@ -172,7 +172,7 @@ def test_columns_and_formats(tmp_path: Path):
         _ = find_sources(typo, DataConfig(columns={"prompt": "question", "completion": "answr"}))[0].row_format
     assert str(error.value).splitlines()[1:] == [
         "  allowed: ['answer', 'question']",
-        "  fix:     set data.columns: {completion: answer}",
+        "  fix:     set data.columns: {prompt: question, completion: answer}",
     ]
     entry = SourceConfig(source=str(path), format="sharegpt")
     assert find_sources([entry], DataConfig(format="text"))[0].row_format == "sharegpt"
