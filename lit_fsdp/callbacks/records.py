@@ -89,19 +89,17 @@ class RunRecord(Callback):
             return
         if trainer.is_global_zero:
             record, path = {**strategy.audit, "versions": versions()}, Path(trainer.default_root_dir) / "audit.json"
-            kept: dict[str, Any] = {}  # a resume may have nothing left to train
-            if trainer.ckpt_path:
-                with contextlib.suppress(OSError, ValueError):
-                    before = json.loads(path.read_text(encoding="utf-8"))
-                    kept = {key: before[key] for key in _OF_TRAINING if key in before}
-            write_json(path, record | kept)
+            with contextlib.suppress(OSError, ValueError):  # a run that resumes may have nothing left to train
+                before = json.loads(path.read_text(encoding="utf-8"))
+                record |= {key: before[key] for key in _OF_TRAINING if key in before}
+            write_json(path, record)
             counts = f"{parameter_counts(record)} in {record['num_units']} units"
             text = f"{counts}, {record['num_params_on_this_rank']:,} on rank 0"
             show(units_table(record), text, *(f"replaced: {name}: {why}" for name, why in record["replaced"].items()))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Record that the run has started; before, a resume may still be rejected."""
-        self._has_audit = isinstance(trainer.strategy, EngineStrategy)
+        self._has_audit = isinstance(trainer.strategy, EngineStrategy) and not trainer.fit_loop.done
         if self._has_audit and trainer.is_global_zero:
             path = Path(trainer.default_root_dir) / "audit.json"
             record = json.loads(path.read_text(encoding="utf-8"))

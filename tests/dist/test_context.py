@@ -70,7 +70,7 @@ def test_ten_steps_are_those_of_one_process(tiny_model: Path, tmp_path: Path, pr
     """Losses and weights: 1e-6 relative in fp32, else the tolerance of the matrix against fp32."""
     tolerance = 1e-6 if precision == "fp32" else TOLERANCE[precision]
     layouts: list[Any] = [(2, 2, 4), (4, {"degree": 2, "method": "all_gather"}, 2)]
-    _ten_steps(tiny_model, tmp_path, layouts, True, tolerance, precision)
+    assert _ten_steps(tiny_model, tmp_path, layouts, True, precision) <= tolerance
 
 
 @pytest.mark.parametrize("packing", [pytest.param(False, marks=MORE), pytest.param(True, marks=MORE)])
@@ -78,24 +78,24 @@ def test_ten_steps_of_every_layout(tiny_model: Path, tmp_path: Path, packing: bo
     """Degrees, methods, one and two data ranks beside them, accumulation of 1 and 3."""
     choices = itertools.product((2, 4), ("ulysses", "all_gather"), (1, 2), (1, 3))
     layouts = [(n * data, {"degree": n, "method": how}, 12 // data // steps) for n, how, data, steps in choices]
-    _ten_steps(tiny_model, tmp_path, layouts, packing, 1e-6, "fp32")
+    assert _ten_steps(tiny_model, tmp_path, layouts, packing, "fp32") <= 1e-6
 
 
-def _ten_steps(model: Path, folder: Path, layouts: list[Any], packing: bool, tolerance: float, precision: str) -> None:
-    """Compare losses, weights and the last gradients with one process in fp32."""
+def _ten_steps(model: Path, folder: Path, layouts: list[Any], packing: bool, precision: str) -> float:
+    """The largest difference of losses, weights and last gradients from one process in fp32, relative."""
 
-    def run(name: str, *layout: Any, **strategy: Any) -> tuple[list[float], torch.Tensor, torch.Tensor]:
+    def run(name: str, *layout: Any, **strategy: Any) -> tuple[list[float], torch.Tensor, float]:
         found = _run(model, folder / name, *layout, steps=10, strategy=strategy, data={"packing": packing})
         module = load_weights(module_for(str(model)), folder / name / "checkpoints" / "step-00000010")
         weights = torch.cat([param.detach().flatten() for param in module.parameters()])
-        return found["losses"], weights, torch.load(folder / f"{name}.pt").norm()
+        return found["losses"], weights, float(torch.load(folder / f"{name}.pt").norm())
 
-    wanted, before, norm = run("one", 1)
+    (wanted, before, norm), differences = run("one", 1), list[float]()
     for number, layout in enumerate(layouts):
         losses, weights, found = run(str(number), *layout, precision=precision)
-        assert worst_difference(losses, wanted) <= tolerance
-        assert (weights - before).norm() <= tolerance * before.norm()
-        assert float(found) == pytest.approx(float(norm), rel=tolerance)
+        differences += [worst_difference(losses, wanted), abs(found / norm - 1)]
+        differences.append(float((weights - before).norm() / before.norm()))
+    return max(differences)
 
 
 @pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])

@@ -78,7 +78,7 @@ def test_the_command(tiny_model: Path, tmp_path: Path) -> None:
     before = content(tmp_path / "out")
     done = export_to("out", "--dtype", "bf16")
     assert (done.code, done.out) == (2, "")
-    assert done.err.startswith("error: out: got out\n")
+    assert done.err.startswith("error: --out: got out\n")
     assert content(tmp_path / "out") == before
     (done,) = command(1, ["generate", "--model", "out", "--prompt", "2 + 2?", "--max_new_tokens", "3"], tmp_path)
     assert done.code == 0, done.err
