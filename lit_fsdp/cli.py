@@ -444,7 +444,8 @@ class RecipeCLI(LightningCLI):
         resume_collection()
         wait_for_first()
         parsed, trainer, verb = self._section(), self.trainer, str(self.verb)
-        folder, recipe = Path(parsed.trainer.default_root_dir), self._recipe_of_run() if verb == "fit" else b""
+        folder = Path(parsed.trainer.default_root_dir)
+        recipe = self._recipe_of_run() if verb == "fit" else b""
         if self._has_own_data() and isinstance(self.model, CausalLMModule):
             self.datamodule.attach(self.model.tokenizer, parsed.seed_everything or 0, self.model.is_preference)
             self.datamodule.num_embeddings = self.model.num_embeddings

@@ -115,7 +115,7 @@ class IsolationProof(Callback):
             name = "isolation.json" if verb == "fit" else f"{verb}-isolation.json"
             write_json(Path(trainer.default_root_dir) / name, record)
             text = "isolation of packed samples verified for {model_type}, {attn_implementation}, {compute_dtype}: "
-            text += "its neighbors change a sample by {largest_change:.1e} of its norm (allowed: {tolerance:g})"
+            text += "other samples change a sample by {largest_change:.1e} of its norm (allowed: {tolerance:g})"
             print(text.format(**record) + ("; pairs share their prompts" if shares else ""), file=sys.stderr)
 
     @staticmethod

@@ -88,11 +88,11 @@ class RunRecord(Callback):
         if not isinstance(strategy, EngineStrategy):
             return
         if trainer.is_global_zero:
-            record, path = {**strategy.audit, "versions": versions()}, Path(trainer.default_root_dir) / "audit.json"
+            record, folder = {**strategy.audit, "versions": versions()}, Path(trainer.default_root_dir)
             with contextlib.suppress(OSError, ValueError):  # a run that resumes may have nothing left to train
-                before = json.loads(path.read_text(encoding="utf-8"))
+                before = _audit_of(folder)
                 record |= {key: before[key] for key in _OF_TRAINING if key in before}
-            write_json(path, record)
+            write_json(folder / "audit.json", record)
             counts = f"{parameter_counts(record)} in {record['num_units']} units"
             text = f"{counts}, {record['num_params_on_this_rank']:,} on rank 0"
             show(units_table(record), text, *(f"replaced: {name}: {why}" for name, why in record["replaced"].items()))
@@ -101,10 +101,9 @@ class RunRecord(Callback):
         """Record that the run has started; before, a resume may still be rejected."""
         self._has_audit = isinstance(trainer.strategy, EngineStrategy) and not trainer.fit_loop.done
         if self._has_audit and trainer.is_global_zero:
-            path = Path(trainer.default_root_dir) / "audit.json"
-            record = json.loads(path.read_text(encoding="utf-8"))
-            record = {key: value for key, value in record.items() if key not in _OF_TRAINING}
-            write_json(path, {**record, "status": "running, or killed", "started": _now()})
+            folder = Path(trainer.default_root_dir)
+            record = {key: value for key, value in _audit_of(folder).items() if key not in _OF_TRAINING}
+            write_json(folder / "audit.json", {**record, "status": "running, or killed", "started": _now()})
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *batch: Any) -> None:
         """Log the gradient norm; after the first step, write the dtypes that were compared with the declared ones."""
@@ -130,9 +129,9 @@ class RunRecord(Callback):
         before = 0 if is_accelerator(device) else self._before_bytes
         ranks = gathered(trainer, peak_device_bytes(device) - before)
         if trainer.is_global_zero:
-            folder, measured = Path(trainer.default_root_dir), {"measured_peak_bytes_per_rank": ranks}
-            if self._has_audit or not measured.keys() <= add_to_audit(folder, {}).keys():
-                add_to_audit(folder, measured)
+            folder = Path(trainer.default_root_dir)
+            if self._has_audit or "measured_peak_bytes_per_rank" not in _audit_of(folder):
+                add_to_audit(folder, {"measured_peak_bytes_per_rank": ranks})
             self._note(trainer, "finished")
 
     def _note(self, trainer: Trainer, status: str) -> None:
@@ -203,10 +202,14 @@ def show(*parts: Any) -> None:
 
 def add_to_audit(folder: Path, values: dict[str, Any]) -> dict[str, Any]:
     """Add values that are known only at the end of a run to its ``audit.json``, and return all of it."""
-    path = folder / "audit.json"
-    record = {**json.loads(path.read_text(encoding="utf-8")), **values}
-    write_json(path, record)
+    record = {**_audit_of(folder), **values}
+    write_json(folder / "audit.json", record)
     return record
+
+
+def _audit_of(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "audit.json").read_text(encoding="utf-8"))
+    return found
 
 
 def write_json(path: Path, content: Any) -> None:

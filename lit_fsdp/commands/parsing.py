@@ -44,9 +44,8 @@ class _Parser(argparse.ArgumentParser):
         require(not flags, self.prog, f"no value for {flags}", usage, f"for example: {self.example}")
         if found := re.match(r"argument (--\w+)(?:/\S+)?: invalid choice: '(.*)' \(", message):
             flag, given = found.groups()
-            choices = [
-                str(one) for action in self._actions if flag in action.option_strings for one in action.choices or ()
-            ]
+            action = next(action for action in self._actions if flag in action.option_strings)
+            choices = list(map(str, action.choices or ()))
             near = difflib.get_close_matches(given, choices, n=1, cutoff=0.5)
             fix = f"write {flag} {near[0]}" if near else "write one of these values"
             raise ConfigError(f"{self.prog} {flag}", given, ", ".join(choices), fix)
@@ -86,8 +85,8 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Name
         fix = f"write {parser.prog} {needed[0].option_strings[0]} {shlex.join(words)}"
         raise ConfigError(parser.prog, f"{argv[0]} without a flag", "flags and their values", fix)
     flags = [flag for action in parser._actions for flag in action.option_strings]
+    named = [flag[2:] for flag in flags if flag.startswith("--") and flag != "--help"]
     for name in (word.partition("=")[0] for word in _declared(parser, argv) if word.startswith("--")):
-        named = [flag[2:] for flag in flags if flag.startswith("--") and flag != "--help"]
         alike = difflib.get_close_matches(name[2:], named, n=1, cutoff=0.5)
         near = meant_flag(name, flags) or "".join(f"--{one}" for one in alike)
         fix = f"write {near}" if near else f"see {parser.prog} --help"

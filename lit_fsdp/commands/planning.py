@@ -130,12 +130,8 @@ def run_plan(argv: Sequence[str]) -> int:
         print(columns(lighter, right=("less",)))
         if gib and found.room(gib) < 0 and not any("yes" in row for row in lighter):
             best, _ = search.recommend(run, gib, gpu, False)
-            flags = (
-                " ".join(search.flags_of(best["changes"]))
-                if best
-                else "none; lit-fsdp plan --search also tries adapters"
-            )
-            print(f"None of them is enough alone. A combination that fits: {flags}")
+            flags = search.flags_of(best["changes"]) if best else ["none; lit-fsdp plan --search also tries adapters"]
+            print(f"None of them is enough alone. A combination that fits: {' '.join(flags)}")
         return 0
     taken, host, host_gib = memory.step_time(run, gpu), memory.host_memory(run), options.host_memory
     too_much = host["total"] / 2**30 - host_gib * memory.HOST_USABLE

@@ -232,10 +232,10 @@ def complete(
         path = optimizer_path(name)
         fix = f"write {field}: {path}" if path else "write its path, such as torch.optim.AdamW"
         require("." in name, field, name, "the path of a class", fix)
-    if model is not None and model.optim.optimizer.partition(".")[0] not in (*TRUSTED, *line.allow_imports):
-        raise not_allowed("model.optim.optimizer", model.optim.optimizer)
-    for name in ("lr", "weight_decay") if model is not None else ():
-        _keep_later_rate(model.optim, line, name)  # type: ignore[union-attr]
+        if name.partition(".")[0] not in (*TRUSTED, *line.allow_imports):
+            raise not_allowed(field, name)
+        for rate in ("lr", "weight_decay"):
+            _keep_later_rate(model.optim, line, rate)
     if model is not None and model.miniature:
         replaced = adapt_to_miniature(trainer, strategy, model, data)
         if replaced and is_first_process() and not line.print_config:

@@ -91,9 +91,6 @@ _VALUES = {
     ("mixed_precision", "fp16"): f"{_S}.precision: 16-mixed", ("mixed_precision", "no"): f"{_S}.precision: fp32",
     ("lr_scheduler_type", "polynomial"): "model.optim.schedule: linear",
     ("lr_scheduler_type", "constant_with_warmup"): "model.optim.schedule: constant",
-    **{(key, theirs): f"model.optim.optimizer: {ours}" for key in ("optim", "optimizer") for theirs, ours in (
-        *((f"{name}_8bit", "torchao.optim.AdamW8bit") for name in ("adamw", "paged_adamw", "adamw_bnb")),
-        ("adafactor", "torch.optim.Adafactor"), ("sgd", "torch.optim.SGD"))},
     **{(key, f"{name}{more}"): f"{_S}.sharding: {name}" for more in ("", " auto_wrap")
        for key in ("fsdp", "sharding_strategy", "fsdp_sharding_strategy")
        for name in ("full_shard", "shard_grad_op", "hybrid_shard", "no_shard")},
@@ -208,6 +205,8 @@ def as_flag(error: ConfigError, argv: Sequence[str], known: Collection[str]) -> 
         own = f"[{','.join(following)}]" if len(following) > 1 else "".join(following)
     if meant := _VALUES.get((own_key, own.lower())):
         key, _, value = meant.partition(": ")
+    elif own_key in ("optim", "optimizer") and (path := optimizer_path(own)):
+        key, value = "model.optim.optimizer", path
     elif value and key != field and own.lower() in ("false", "no", "none", "null", "off", "0"):
         return "remove it"
     if not key or (not value and (not is_unknown or own_key in _OTHER_MEANING.split())):

@@ -67,20 +67,13 @@ def convert_file(kind: str, path: Path, ranks: int | None = None, num_nodes: int
 
 def _check_format(kind: str, path: Path, values: dict[str, Any]) -> None:
     """Refuse a file that has keys of another format and none of this one."""
-    keys = {str(key) for key in values} | {
-        f"{key}.{one}" for key in values if isinstance(values[key], dict) for one in values[key]
-    }
+    sections = {key: value for key, value in values.items() if isinstance(value, dict)}
+    keys = {*map(str, values), *(f"{key}.{inner}" for key, section in sections.items() for inner in section)}
     found = {name: sorted(keys.intersection(marks.split())) for name, marks in _MARKS.items()}
     likely = max(found, key=lambda name: len(found[name]))
-    is_other = not found[kind] and found[likely]
     given = f"{path}, with {', '.join(found[likely])}, as files of {likely} have"
-    require(
-        not is_other,
-        f"lit-fsdp convert {kind}",
-        given,
-        f"a file of {kind}",
-        f"write lit-fsdp convert {likely} {shlex.quote(str(path))}",
-    )
+    fix = f"write lit-fsdp convert {likely} {shlex.quote(str(path))}"
+    require(found[kind] or not found[likely], f"lit-fsdp convert {kind}", given, f"a file of {kind}", fix)
 
 
 def _finish(conversion: Conversion) -> None:

@@ -68,7 +68,7 @@ _AXOLOTL: Table = {
            "cut_cross_entropy flash_attn_* flash_attention sdp_attention flex_attention xformers_attention "
            "eager_attention attn_implementation heads_k_stride ring_attn_func fsdp_final_state_dict_type "
            "activation_offloading use_scattermoe use_sonicmoe use_kernels flex_attn_* bfloat16 "
-           "experimental_skip_move_to_device resize_token_embeddings_to_32x  "
+           "experimental_skip_move_to_device resize_token_embeddings_to_32x "
            "fsdp_config.final_state_dict_type fsdp_config.cpu_offload_pin_memory",
            Drop("it affects speed, memory and files, not results")),
     "loss_watchdog_*": Drop("training ends at gradients that are not finite, at no other loss"),

@@ -254,10 +254,8 @@ def convert_hf_trainer(
         note = "as in TrainingArguments; if the file is for TRL's scripts, write max_length: 1024 into it"
         conversion.say(Given("(keys that are not set)", ""), note)
     put_loop(conversion, source, values)
-    validates = str(values.get("eval_strategy") or values.get("evaluation_strategy") or "no").lower() in (
-        "steps",
-        "epoch",
-    )
+    evaluates = values.get("eval_strategy") or values.get("evaluation_strategy")
+    validates = str(evaluates).lower() in ("steps", "epoch")
     put_adapters(conversion, source, folder, validates and is_trl)
     source.rest()
     if validates and not conversion.get("data.val"):
