@@ -15,6 +15,7 @@ from lit_fsdp.errors import (
     ContractError,
     DataError,
     NonFiniteGradientError,
+    OutOfMemory,
     RefusedByLightning,
 )
 from lit_fsdp.host import EXIT_LOST, first_one_speaks, global_rank, is_first_process, is_launched_by_lightning, tell_job
@@ -50,7 +51,9 @@ def _exit_code_of(act: Callable[[], int], debug: bool) -> int:
         if isinstance(error, RefusedByLightning) and is_launched_by_lightning():
             return 2  # the first process prints it
         return _say(str(error), 2)
-    except (CheckpointError, ContractError, DataError, NonFiniteGradientError) as error:
+    except (CheckpointError, ContractError, DataError, NonFiniteGradientError, OutOfMemory) as error:
+        if debug:
+            traceback.print_exc()
         notes = getattr(error, "__notes__", ()) if is_lost(error) else ()
         return _say("\n".join([str(error), *notes]), EXIT_LOST if is_lost(error) else 1)
     except KeyboardInterrupt:

@@ -46,7 +46,7 @@ class RunProgress(ProgressBar):
     enable = disable  # around Lightning's finders
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Open the bar, or start the thread for regular lines."""
+        """Open the bar, and start the thread for times without a step."""
         self._seen_step = self._first_step = trainer.global_step
         self._started = self._printed = self._stepped = time.perf_counter()
         if not trainer.is_global_zero:
@@ -65,14 +65,13 @@ class RunProgress(ProgressBar):
             )
             self._bar.start()
             self._bar.add_task("", total=self._total, completed=trainer.global_step)
-        else:
-            self._ended = ended = threading.Event()
+        self._ended = ended = threading.Event()
 
-            def keep_talking() -> None:
-                while not ended.wait(1.0):
-                    self.break_silence(trainer)
+        def keep_talking() -> None:
+            while not ended.wait(1.0):
+                self.break_silence(trainer)
 
-            threading.Thread(target=keep_talking, name="progress", daemon=True).start()
+        threading.Thread(target=keep_talking, name="progress", daemon=True).start()
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *batch: Any) -> None:
         """Advance after an optimizer step, with the last logged numbers."""
@@ -89,11 +88,16 @@ class RunProgress(ProgressBar):
             self._bar.update(TaskID(0), completed=self._seen_step, description=self._text)
 
     def break_silence(self, trainer: Trainer) -> None:
-        """Print a line if the last one is old: no hook runs during a long step or validation."""
-        now = time.perf_counter()
-        if now - self._printed >= _SILENCE_SECONDS:
-            what = "validation" if trainer.validating else "next step"
-            self._say(f"{what}: {now - self._stepped:.0f} s so far")
+        """Name a validation or save in the bar, or print a line if the last one is old: no hook runs meanwhile."""
+        now, what = time.perf_counter(), "validation" if trainer.validating else "next step"
+        if getattr(trainer.strategy, "is_saving", False):
+            what = "saving a checkpoint"
+        text = f"{what}: {now - self._stepped:.0f} s so far"
+        if (bar := self._bar) is not None:
+            if what != "next step":
+                bar.update(TaskID(0), description=text)
+        elif now - self._printed >= _SILENCE_SECONDS:
+            self._say(text)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write one line per step with a validation; Lightning may validate twice between two optimizer steps."""

@@ -14,8 +14,8 @@ from typing import Any, Literal
 
 from lit_fsdp.commands.parsing import PARSERS
 from lit_fsdp.config.command_line import OWN_CLASSES
-from lit_fsdp.config.locations import shipped_files
-from lit_fsdp.config.parser import PATHS, SECTIONS, lightning_keys
+from lit_fsdp.config.locations import PATHS, shipped_files
+from lit_fsdp.config.parser import SECTIONS, lightning_keys
 from lit_fsdp.config.run import STRATEGY, RunConfig
 from lit_fsdp.errors import require
 

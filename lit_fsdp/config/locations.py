@@ -5,12 +5,21 @@ from __future__ import annotations
 import difflib
 import os
 import re
+from argparse import Namespace
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import lit_fsdp
 from lit_fsdp.errors import ConfigError
 
+PATHS = {
+    "model": ("name", "tokenizer"),
+    "data": ("train", "val", "test", "predict", "chat_template", "cache_dir"),
+    "samples": ("prompts",),
+    "slurm": ("container", "container_mounts", "env_file"),
+}
+"""By section, the keys whose values are paths; under ``trainer``, any value may be a path."""
 _VARIABLE = re.compile(r"\$(\{)?([A-Za-z_]\w*)(?(1)\})")
 
 
@@ -24,6 +33,29 @@ def expanded(text: str, field: str) -> str:
         if name not in os.environ:
             raise ConfigError(field, text, f"only variables that are set; {name} is not", f"export {name}=...")
     return os.path.expanduser(_VARIABLE.sub(lambda match: os.environ[match[2]], text))
+
+
+def expand_paths(parsed: Namespace, sections: Mapping[str, Namespace | None]) -> None:
+    """Expand all paths of a parsed recipe in place; ``sections`` are those of our own classes."""
+    for name, section in sections.items():
+        for key in PATHS[name] if section is not None else ():
+            setattr(section, key, _expanded_within(getattr(section, key), f"{name}.{key}"))
+    for key, value in vars(parsed.trainer).items():
+        setattr(parsed.trainer, key, _expanded_within(value, f"trainer.{key}"))
+    parsed.ckpt_path = _expanded_within(parsed.ckpt_path, "ckpt_path")
+
+
+def _expanded_within(value: Any, field: str) -> Any:
+    """``value`` with every text in it expanded; a namespace is changed in place."""
+    if isinstance(value, Namespace):
+        for name, item in vars(value).items():
+            setattr(value, name, _expanded_within(item, field))
+        return value
+    if isinstance(value, dict):
+        return {name: _expanded_within(item, field) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_expanded_within(item, field) for item in value]
+    return expanded(value, field) if isinstance(value, str) else value
 
 
 def shipped(folder: str) -> Path:

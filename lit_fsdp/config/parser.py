@@ -10,7 +10,7 @@ import functools
 import importlib
 import importlib.util
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,13 +23,13 @@ from lit_fsdp.config.command_line import (
     TRUSTED,
     CommandLine,
     read_command_line,
-    short_form,
 )
 from lit_fsdp.config.data import DataConfig
-from lit_fsdp.config.locations import expanded
+from lit_fsdp.config.locations import expand_paths
 from lit_fsdp.config.miniature import adapt_to_miniature
-from lit_fsdp.config.model import ModelConfig, OptimConfig, PreferenceModelConfig
+from lit_fsdp.config.model import ModelConfig, PreferenceModelConfig
 from lit_fsdp.config.parser_errors import not_allowed, translated
+from lit_fsdp.config.precedence import check_words, keep_later, keep_later_rate
 from lit_fsdp.config.run import (
     FACTORY,
     RULES,
@@ -45,7 +45,7 @@ from lit_fsdp.config.sections import leaves, plain, typed
 from lit_fsdp.config.slurm import SlurmConfig
 from lit_fsdp.config.strategy import StrategyConfig
 from lit_fsdp.config.words import UNKNOWN_KEY, optimizer_path
-from lit_fsdp.config.yaml_files import load_yaml, use_loader
+from lit_fsdp.config.yaml_files import use_loader
 from lit_fsdp.errors import ConfigError, require
 from lit_fsdp.host import is_first_process, say_once
 from lit_fsdp.redaction import HIDDEN, hidden_keys
@@ -53,13 +53,6 @@ from lit_fsdp.redaction import HIDDEN, hidden_keys
 SECTIONS = {"checkpoint": CheckpointConfig, "resume": ResumeConfig, "samples": SamplesConfig, "slurm": SlurmConfig}
 _ANYTHING = list | dict | bool | int | float | str | None
 """Type of values that are not checked here; ``Any`` would import the classes that they name."""
-PATHS = {
-    "model": ("name", "tokenizer"),
-    "data": ("train", "val", "test", "predict", "chat_template", "cache_dir"),
-    "samples": ("prompts",),
-    "slurm": ("container", "container_mounts", "env_file"),
-}
-"""By section, the keys whose values are paths; under ``trainer``, any value may be a path."""
 
 
 def lightning_keys() -> list[str]:
@@ -208,23 +201,17 @@ def complete(
     for key in (key for key in hidden_keys(plain(parsed)) if key not in flags):
         given = f"{HIDDEN}, a placeholder for a secret that was not saved"
         raise ConfigError(key, given, "the actual value", f"pass it again: --{key} VALUE, or another --config file")
-    ours = {"model": model, "data": data, "samples": parsed.samples, "slurm": parsed.slurm}
-    for name, section in ((name, section) for name, section in ours.items() if section is not None):
-        for key in PATHS[name]:
-            section[key] = _expanded(section[key], f"{name}.{key}")
-    for key, value in vars(parsed.trainer).items():
-        setattr(parsed.trainer, key, _expanded(value, f"trainer.{key}"))
-    parsed.ckpt_path = _expanded(parsed.ckpt_path, "ckpt_path")
+    expand_paths(parsed, {"model": model, "data": data, "samples": parsed.samples, "slurm": parsed.slurm})
     trainer = parsed.trainer
     if trainer.default_root_dir is None:
         trainer.default_root_dir = f"runs/{line.files[0].stem if line.files else 'run'}"
     if data is not None:
         data.val_split = data.val_split or None
-        _keep_later(data, line, "val", "val_split")
+        keep_later(data, line, "val", "val_split")
         if model is not None and "preference" in model and data.format == "auto":
             data.format = "preference"
     if strategy is not None:
-        _check_words(line)
+        check_words(line)
         strategy.precision = merged_precision(trainer.precision, strategy.precision)
         trainer.precision = None
     if model is not None:
@@ -235,93 +222,9 @@ def complete(
         if name.partition(".")[0] not in (*TRUSTED, *line.allow_imports):
             raise not_allowed(field, name)
         for rate in ("lr", "weight_decay"):
-            _keep_later_rate(model.optim, line, rate)
+            keep_later_rate(model.optim, line, rate)
     if model is not None and model.miniature:
         replaced = adapt_to_miniature(trainer, strategy, model, data)
         if replaced and is_first_process() and not line.print_config:
             lines = replaced if line.verbose else [f"values replaced: {len(replaced)} (--verbose lists them)"]
             say_once("\n".join(f"miniature: {text}" for text in lines))
-
-
-def _keep_later(data: Namespace, line: CommandLine, *names: str) -> None:
-    """Keep the last given of alternative ``data`` options ``names``; a flag overrides a file."""
-    given = [_names(short_form(content.get("data"))[1]) for content in line.contents]
-    for word in line.short_words():
-        flag, _, value = word.partition("=")
-        if flag.startswith("--data"):
-            given.append(_names(load_yaml(value)) if flag == "--data" else _names([flag.removeprefix("--data.")]))
-    last: set[str] = next((found for keys in reversed(given) if (found := keys.intersection(names))), set())
-    for name in set(names) - last if len(last) == 1 and all(data[name] is not None for name in names) else ():
-        data[name] = None
-
-
-def _keep_later_rate(optim: Namespace, line: CommandLine, name: str) -> None:
-    """Of ``name`` and the optimizer's argument of that name, keep the one given later, as ``name``."""
-    default = next(field.default for field in dataclasses.fields(OptimConfig) if field.name == name)
-    in_args = list[bool]()
-    for section in line.model_sections():
-        given = section.get("optim")
-        if not isinstance(given, dict):
-            continue
-        args: Any = given.get("init_args") or given.get("optimizer_args") or {}
-        is_in_args = name in args
-        if is_in_args and name in given:
-            both = f"{given[name]} and, in the optimizer's arguments, {args[name]}"
-            is_one = given[name] == default  # as recipes were saved
-            require(is_one, f"model.optim.{name}", both, "one value", "remove one of them")
-        in_args += [is_in_args] if is_in_args or name in given else []
-    if in_args and isinstance(optim.optimizer_args, dict) and name in optim.optimizer_args:
-        if in_args[-1]:
-            optim[name] = optim.optimizer_args[name]
-        optim.optimizer_args = {key: value for key, value in optim.optimizer_args.items() if key != name} or None
-
-
-def _names(section: Any) -> set[str]:
-    """The fields that a section, or its keys, give: ``val`` for ``val.easy`` and ``val+``."""
-    return {re.split(r"[.+]", str(key))[0] for key in section or ()}
-
-
-_MAIN = {"activation_checkpointing": "mode", "precision": "mode", "context_parallel": "degree", "wrap": "classes"}
-"""Arguments of the strategy that are a word or a mapping, with the key that means the word."""
-
-
-def _check_words(line: CommandLine) -> None:
-    """Refuse keys of a mapping over an earlier word, which jsonargparse replaces by the mapping's defaults."""
-    given: list[tuple[str, Any]] = []
-    for content in line.contents:
-        trainer = content.get("trainer")
-        args = short_form(trainer.get("strategy"))[1] if isinstance(trainer, dict) else None
-        given += args.items() if isinstance(args, dict) else ()
-    words = line.short_words()
-    for word, following in zip(words, [*words[1:], ""], strict=False):
-        flag, equals, value = word.partition("=")
-        name, _, key = flag.removeprefix(f"--{STRATEGY}.").partition(".")
-        text = value if equals else following
-        if flag == f"--{STRATEGY}" and isinstance(found := load_yaml(text), dict):
-            given += found.items()
-        elif flag.startswith(f"--{STRATEGY}.") and name in _MAIN:
-            given.append((name, {key: text} if key else load_yaml(text)))
-    last: dict[str, Any] = {}
-    for name, part in given:
-        main, before = _MAIN.get(name, ""), last.get(name)
-        replaces = name == "wrap" and not {"max_root_share", "embedding_and_head"}.issuperset(part or ())
-        if isinstance(part, dict) and main and main not in part and not replaces:
-            is_default = before in (None, "none", "auto", "mixed", 1)
-            field, keys = f"{STRATEGY}.{name}", ", ".join(part)
-            fix = f"write {main} too: {field}.{main}: {before}"
-            require(is_default, field, f"{keys} over {before}, which would be lost", "a word, or a mapping", fix)
-        elif main:
-            last[name] = None if isinstance(part, dict) else part
-
-
-def _expanded(value: Any, key: str) -> Any:
-    change: Callable[[Any], Any] = lambda item: _expanded(item, key)  # noqa: E731
-    if isinstance(value, Namespace):
-        for name, item in vars(value).items():
-            setattr(value, name, change(item))
-        return value
-    if isinstance(value, dict):
-        return {name: change(item) for name, item in value.items()}
-    if isinstance(value, list):
-        return [change(item) for item in value]
-    return expanded(value, key) if isinstance(value, str) else value

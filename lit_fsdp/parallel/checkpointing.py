@@ -52,6 +52,7 @@ class Checkpoints:
     fallback_checkpoints: Sequence[Path] = ()  # for the next load, in this order, if its checkpoint is damaged
     damaged_checkpoints: Mapping[Path, str] = MappingProxyType({})  # skipped by the last load, with the reason
     loaded_checkpoint: Path | None = None
+    is_saving = False  # for the progress
     saves_on_signal = False  # the save is only due to a signal, as recorded in the manifest
     background: BackgroundSaver | None = None
     _in_background = False
@@ -125,9 +126,15 @@ class Checkpoints:
         """Write one complete checkpoint folder, replacing an older one of that name, or raise on every rank."""
         if storage_options is not None:
             raise TypeError("storage_options: a checkpoint is a folder on a file system; drop this argument")
-        if self.background is not None:
-            self.background.wait()
-        path = Path(self.broadcast(str(filepath)))  # type: ignore[attr-defined]
+        self.is_saving = True
+        try:
+            if self.background is not None:
+                self.background.wait()
+            self._save(Path(self.broadcast(str(filepath))), checkpoint)  # type: ignore[attr-defined]
+        finally:
+            self.is_saving = False
+
+    def _save(self, path: Path, checkpoint: dict[str, Any]) -> None:
         self._sync_buffers()
         tensors, state = self._parted(checkpoint)
         module, step = self.lightning_module, checkpoint.get("global_step")

@@ -281,7 +281,9 @@ def test_one_of_two_ranks_out_of_memory_says_what_takes_less(tmp_path: Path) -> 
     other, failed = command(2, [*words, "--data.micro_batch_size=2"], tmp_path)
     assert failed.code == 1, failed.output
     before, headline, after = failed.err.partition("Each of these options alone saves memory")
+    assert "short.py, line 13: torch.ones(2**33)\n" in before
     assert "can't allocate memory" in before
+    assert "Traceback" not in failed.err
     assert headline not in after
     assert "accumulates over 2 micro-batches; same global batch  --data.micro_batch_size 1" in after
     assert "--model.lora.target_modules all-linear" in after

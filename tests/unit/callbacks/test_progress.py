@@ -31,6 +31,7 @@ def trainer() -> Any:
     plan = {"estimated_stepping_batches": 20, "log_every_n_steps": 2, "is_global_zero": True, "fit_loop": loop}
     plan |= {"max_steps": -1, "max_epochs": 1}
     state = {"sanity_checking": False, "validating": False, "state": SimpleNamespace(fn="fit")}
+    state["strategy"] = SimpleNamespace()
     return SimpleNamespace(global_step=0, callback_metrics=metrics, **plan, **state)
 
 
@@ -75,6 +76,16 @@ def test_a_bar_of_60_columns_keeps_step_and_time(trainer, now, monkeypatch, caps
     assert re.search(r"^step 4: val_loss 2.0000$", shown.replace("\r", "\n"), re.MULTILINE)  # above the bar
     assert re.match(r"step 4/20 [-:\d]+ left loss 1.2500  12,346 tokens/s  M", last)
     assert len(last) <= 60
+    bar = RunProgress()
+    bar.on_train_start(trainer, None)
+    now[0] += 3
+    for is_saving, text in ((False, ""), (True, "saving a checkpoint: 3 s so far")):
+        trainer.strategy.is_saving = is_saving
+        bar.break_silence(trainer)
+        assert bar._bar is not None
+        assert bar._bar.tasks[0].description == text
+    bar.on_train_end(trainer, None)
+    capsys.readouterr()
     monkeypatch.delenv("TTY_INTERACTIVE")
     monkeypatch.setenv("TERM", "dumb")
     run(trainer, now, steps=4)
@@ -101,6 +112,10 @@ def test_there_is_a_line_at_least_every_20_seconds(trainer, now, monkeypatch, ca
     now[0] += 16
     bar.break_silence(trainer)
     assert capsys.readouterr().err == "step 9/20  validation: 16 s so far  2:04 left\n"
+    trainer.validating, trainer.strategy = False, SimpleNamespace(is_saving=True)
+    now[0] += 16
+    bar.break_silence(trainer)
+    assert capsys.readouterr().err == "step 9/20  saving a checkpoint: 32 s so far  2:04 left\n"
 
 
 def test_it_speaks_by_itself_while_a_step_goes_on_and_not_after_the_end(trainer, monkeypatch, capsys):
