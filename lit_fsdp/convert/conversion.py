@@ -172,8 +172,10 @@ class Conversion:
         self.say(given, words)
 
     def as_yaml(self, source: str) -> str:
-        """Return the recipe as YAML, with comments about its source and missing settings."""
-        head = "\n".join(f"# {line}" for line in (f"Converted from {source}.", *self.to_give))
+        """Return the recipe as YAML, with comments about its source, missing settings and accepted differences."""
+        differences = (f"Trains differently: {fate.key}: {fate.text}" for fate in self.fates if fate.differs)
+        lines = (f"Converted from {source}.", *self.to_give, *differences)
+        head = "\n".join(f"# {' '.join(line.split())}" for line in lines)
         ordered = {name: self.recipe[name] for name in _SECTIONS if name in self.recipe}
         return f"{head}\n\n{yaml.safe_dump(ordered, sort_keys=False, allow_unicode=True, width=110)}"
 

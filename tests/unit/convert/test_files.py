@@ -105,5 +105,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "fsdp_config.fsdp_ignored_modules: dropped because every parameter is in a unit here [trains" in shown.err
     assert run(["convert", "accelerate", str(file), "--allow-differences", "-o", str(out)]) == 0
     assert out.read_text().startswith("# Converted from in.yaml (accelerate).\n# Set model.name, data.train, ")
+    reason = "dropped because every parameter is in a unit here"
+    assert f"\n# Trains differently: fsdp_config.fsdp_ignored_modules: {reason}\n\ntrainer:" in out.read_text()
     with pytest.raises(ConfigError, match="a new file"):
         run(["convert", "accelerate", str(file), "--allow-differences", "-o", str(out)])
