@@ -124,10 +124,10 @@ def state_per_rank(
 ) -> list[dict[str, int]]:
     """State per rank between steps, with the engine's padding, of the ranks that share one copy of the model.
 
-    ``model`` is cast but not sharded yet; ``kept`` returns the optimizer bytes of a parameter for a number of its
-    elements. A 4-bit base adds ``quantization_bytes``: its scales, unsharded on each rank. With ``pins``, as in offload
-    from a GPU, also ``rounding_bytes``: torch pins each parameter and gradient (FSDP1: each flat parameter) separately,
-    in a block of the next power of two (ATen/core/CachingHostAllocator.h, torch 2.11 to 2.15).
+    The ``model`` is cast but not sharded yet; the function ``kept`` returns the optimizer bytes of a parameter for a
+    number of its elements. A 4-bit base adds ``quantization_bytes``: its scales, unsharded on each rank. With ``pins``,
+    as in offload from a GPU, also ``rounding_bytes``: torch pins each parameter and gradient (FSDP1: each flat
+    parameter) separately, in a block of the next power of two (ATen/core/CachingHostAllocator.h, torch 2.11 to 2.15).
     """
     changes = [Counter[str]() for _ in range(ranks + 1)]  # differences between consecutive ranks
     row, packed = config.precision_config.row, packed_weights(model)

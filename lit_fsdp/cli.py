@@ -211,7 +211,7 @@ class RecipeCLI(LightningCLI):
         super()._add_arguments(parser)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Parse files and flags, and fill in derived values; ``--print_config`` exits here."""
+        """Parse files and flags, and fill in derived values; the flag ``--print_config`` exits here."""
         if isinstance(args, (dict, Namespace)):
             super().parse_arguments(parser, args)
         else:

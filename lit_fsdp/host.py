@@ -200,8 +200,8 @@ def num_cores() -> int:
 def threads_of_rank(ranks_here: int, steps_on_host: bool) -> int | None:
     """Compute threads of one of ``ranks_here`` ranks on this node: its share of the cores; None: leave unchanged.
 
-    ``OMP_NUM_THREADS`` takes precedence, except for torchrun's default of 1 if the optimizer steps on the host. With
-    ``--cpus-per-task`` srun has already assigned cores to each task.
+    The variable ``OMP_NUM_THREADS`` takes precedence, except for torchrun's default of 1 if the optimizer steps on the
+    host. With ``--cpus-per-task`` srun has already assigned cores to each task.
     """
     has_agent, given = "TORCHELASTIC_RUN_ID" in os.environ, os.environ.get("OMP_NUM_THREADS")
     if ranks_here == 1 or (given and not (given == "1" and has_agent and steps_on_host)):

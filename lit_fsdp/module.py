@@ -1,7 +1,7 @@
 """The LightningModule for any transformers causal LM.
 
-The loss of a global batch is (sum over its supervised tokens) / (their number): ``training_step`` returns sums. Just
-before the optimizer step, one small all-reduce adds up the token counts and the gradients are scaled once.
+The loss of a global batch is (sum over its supervised tokens) / (their number): the method ``training_step`` returns
+sums. Just before the optimizer step, one small all-reduce adds up the token counts and the gradients are scaled once.
 """
 
 from __future__ import annotations
@@ -418,7 +418,7 @@ class CausalLMModule(LightningModule):
 
     @classmethod
     def load_from_checkpoint(cls, checkpoint_path: Any, **options: Any) -> Self:  # type: ignore[override]
-        """Build a module and apply :func:`lit_fsdp.load_weights`; ``options`` are the recipe's ``model`` section."""
+        """Build a module and apply :func:`lit_fsdp.load_weights`; ``options`` as in the recipe's ``model`` section."""
         return load_weights(cls(**options), checkpoint_path)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:

@@ -268,12 +268,12 @@ def _count_in_micro_batches_of(
 ) -> GradientAccumulationScheduler | None:
     """Adapt the saved counters of a fit loop to the run of ``trainer``, in place.
 
-    ``saved`` are the micro-batches per step, ``data_ranks`` the ranks with rows of their own, both when the checkpoint
-    was saved, if known. Four things are fixed. After the end of an epoch Lightning continues counting from its last
-    micro-batch and would step too early if the last accumulation was short. After a save during a validation inside an
-    accumulation, the data repeat that global batch. Another number of ranks changes the accumulation of our data module
-    and, with Lightning's sampler, the number of batches in an epoch. Returns the callback that sets the accumulation of
-    each epoch.
+    The argument ``saved`` has the micro-batches per step, ``data_ranks`` the ranks with rows of their own, both when
+    the checkpoint was saved, if known. Four things are fixed. After the end of an epoch Lightning continues counting
+    from its last micro-batch and would step too early if the last accumulation was short. After a save during a
+    validation inside an accumulation, the data repeat that global batch. Another number of ranks changes the
+    accumulation of our data module and, with Lightning's sampler, the number of batches in an epoch. Returns the
+    callback that sets the accumulation of each epoch.
     """
     batches, epochs = loop["epoch_loop.batch_progress"], loop["epoch_progress"]
     current = batches["current"]

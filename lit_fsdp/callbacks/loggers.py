@@ -47,10 +47,10 @@ _ARGUMENTS = {
 class RunCSVLogger(Logger, Callback):
     """Appends one row per logged step; only a new column rewrites the file. Also a callback, to track the step.
 
-    ``fit`` writes ``metrics.csv``: ``step`` is the number of optimizer steps taken, as in the names of checkpoints; the
-    first and the last step always have a row. A run that resumes from a checkpoint keeps the rows up to its step and
-    replaces the rest. ``validate`` and ``test`` each append one row per call to a separate file, at the step of the
-    checkpoint.
+    The verb ``fit`` writes ``metrics.csv``: the column ``step`` is the number of optimizer steps taken, as in the names
+    of checkpoints; the first and the last step always have a row. A run that resumes from a checkpoint keeps the rows
+    up to its step and replaces the rest. The verbs ``validate`` and ``test`` each append one row per call to a separate
+    file, at the step of the checkpoint.
     """
 
     name = version = ""  # the run folder is the name, and a run is resumed in place

@@ -44,7 +44,7 @@ def record_data(datamodule: Any, stage: str, folder: Path) -> None:
 class RunRecord(Callback):
     """Prints the FSDP units before step 1 and the realized dtypes after it; ``audit.json`` and ``dtypes.json``.
 
-    ``grad_norm``, the 2-norm of all gradients of a step before clipping, is logged.
+    The metric ``grad_norm``, the 2-norm of all gradients of a step before clipping, is logged.
     """
 
     _dtypes_written = _has_audit = False

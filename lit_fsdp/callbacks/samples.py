@@ -30,9 +30,9 @@ class Samples(Callback):
     """Generates answers after each validation, on all ranks, and shows prompt, reference and generated answer.
 
     The table goes to ``samples.csv`` in the run folder, TensorBoard and W&B; its step is the number of optimizer steps
-    taken, as in the names of checkpoints. ``val_exact_match`` is the share of exactly matched reference answers,
-    ``val_answer_token_accuracy`` the share of their tokens matched at the same position. Training and random generators
-    do not change. It needs the module, data module and strategy of this package.
+    taken, as in the names of checkpoints. The metric ``val_exact_match`` is the share of exactly matched reference
+    answers, ``val_answer_token_accuracy`` the share of their tokens matched at the same position. Training and random
+    generators do not change. It needs the module, data module and strategy of this package.
 
     Args:
         **options: The fields of :class:`lit_fsdp.config.run.SamplesConfig`.

@@ -21,7 +21,7 @@ from lit_fsdp.signals import EXIT_INTERRUPTED, EXIT_STOPPED, SignalFlags
 
 
 class StopRequested(Exception):
-    """Training ended at a step boundary because of a signal: ``exit_code`` is 130 after Ctrl-C, 75 after another."""
+    """Training ended at a step boundary because of a signal; the ``exit_code`` is 130 after Ctrl-C, else 75."""
 
     def __init__(self, exit_code: int, where: str) -> None:
         super().__init__(f"stopped by a signal {where}")

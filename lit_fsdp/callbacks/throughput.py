@@ -23,11 +23,12 @@ class Throughput(Callback):
     """Logs rates over all ranks between two logged steps, excluding validation, saving and the first step.
 
     The clock runs from the end of one batch to the end of the next, so waiting for data counts. The host waits for the
-    device at logged steps only, and ranks do not communicate. Token counts exclude padding; ``padding_share`` is the
-    share of padding positions. ``data_wait_share`` is local to this rank: the time between two forward passes.
-    ``model_tflops_per_rank`` is the work for loss and gradients (:mod:`lit_fsdp.metrics.flops`), ``mfu`` its share of
-    the device's dense peak at the compute dtype, and ``hfu`` that share including recomputation by activation
-    checkpointing; all devices are assumed to be equal, and unknown values are not logged.
+    device at logged steps only, and ranks do not communicate. Token counts exclude padding; the metric
+    ``padding_share`` is the share of padding positions. The metric ``data_wait_share`` is local to this rank: the time
+    between two forward passes. The metric ``model_tflops_per_rank`` is the work for loss and gradients
+    (:mod:`lit_fsdp.metrics.flops`), ``mfu`` its share of the device's dense peak at the compute dtype, and ``hfu`` that
+    share including recomputation by activation checkpointing; all devices are assumed to be equal, and unknown values
+    are not logged.
     """
 
     _sum: torch.Tensor | None

@@ -16,7 +16,7 @@ from lit_fsdp.parity.trace import Trace
 class StepTrace(Callback):
     """Records loss, gradient norm (with strategies of lit_fsdp) and trained weights after each step.
 
-    ``file`` is written at the end: the attributes of a :class:`lit_fsdp.parity.trace.Trace`.
+    The ``file`` is written at the end, with the attributes of a :class:`lit_fsdp.parity.trace.Trace`.
     """
 
     def __init__(self, file: str) -> None:

@@ -26,7 +26,8 @@ def checkpoint_bytes(
     """Estimate the bytes of one checkpoint: its tensors, the future optimizer state, and 2 %.
 
     Optimizers are assumed to keep two tensors per trained parameter, like AdamW, or their momentum buffers, if any.
-    DTensors of ``model`` count with their full shape; ``params`` are live parameters of the same names, maybe sharded.
+    DTensors of ``model`` count with their full shape; the tensors ``params`` are live parameters of the same names,
+    maybe sharded.
     """
     specs = {name: spec_of(tensor) for name, tensor in model.items()}
     sizes = {id(param): num_bytes(specs[name]) for name, param in params if name in specs}
@@ -60,7 +61,7 @@ def check_room(
     """Compare the required with the free disk space, and return both for the log.
 
     Existing checkpoints (``there``) need no further space, but are deleted only after a new one is complete. The size
-    of the largest replaces the estimate ``checkpoint_bytes``. ``count`` (None: unknown) includes them.
+    of the largest replaces the estimate ``checkpoint_bytes``. The argument ``count`` (None: unknown) includes them.
 
     Raises:
         CheckpointError: The file system has too little space.

@@ -105,8 +105,10 @@ def export(
         ema: Export the averages of :class:`lit_fsdp.EMAWeights` instead of the weights.
 
     Raises:
-        CheckpointError: ``ckpt`` is not an intact checkpoint of a transformers model, or ``check`` found differences.
-        ConfigError: ``out`` is not empty, ``lora`` does not fit the checkpoint, or its base model is unavailable.
+        CheckpointError: The folder ``ckpt`` is not an intact checkpoint of a transformers model, or ``check`` found
+            differences.
+        ConfigError: The folder ``out`` is not empty, ``lora`` does not fit the checkpoint, or its base model is
+            unavailable.
     """
     ckpt, out = Path(ckpt), Path(out)
     is_free = not os.path.lexists(out) or (out.is_dir() and not out.is_symlink() and not any(out.iterdir()))

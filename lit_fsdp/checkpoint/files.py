@@ -44,7 +44,8 @@ class FileEntry:
 class HashedFile:
     """A new binary file, hashed while written, and synced if its ``with`` block succeeds; parent folders are created.
 
-    ``at_once`` starts disk writes while the rest is hashed. Use it only if the caller waits: it slows training down.
+    The option ``at_once`` starts disk writes while the rest is hashed. Use it only if the caller waits: it slows
+    training down.
     """
 
     def __init__(self, path: Path, at_once: bool = True) -> None:

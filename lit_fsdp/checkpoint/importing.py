@@ -77,9 +77,9 @@ def import_checkpoint(
 ) -> str:
     """Write the weights, and the AdamW state if its parameters have names, of ``source`` as a checkpoint folder.
 
-    Everything else (data order, random state, learning rate, counters) comes from the run. ``shapes`` lists parameters
-    and buffers of the model, tied ones once; ``ties`` maps their further names; ``entry`` has the remaining model
-    entries of the manifest. Returns a readable summary.
+    Everything else (data order, random state, learning rate, counters) comes from the run. The mapping ``shapes`` has
+    parameters and buffers of the model, tied ones once; the mapping ``ties`` has their further names; the mapping
+    ``entry`` has the remaining model entries of the manifest. Returns a readable summary.
 
     Raises:
         CheckpointError: The source does not fit the model, or ``out`` exists.

@@ -88,7 +88,7 @@ def choose(
 ) -> list[Path]:
     """Resolve ``last`` (newest complete step), ``best`` (by ``monitor``) or a path to folders, in order of preference.
 
-    ``flag`` is the one that gives ``word_or_path``, for errors.
+    For errors, ``flag`` is the one that gives ``word_or_path``.
 
     Raises:
         CheckpointError: There is no checkpoint, the path is not a checkpoint, or a possibly preferred checkpoint is

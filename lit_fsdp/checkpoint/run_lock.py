@@ -1,7 +1,7 @@
 """One job per run folder: a lock that the kernel releases however its holder dies.
 
-``flock`` belongs to the open file. Only rank 0 acquires it, so that ranks of one job do not block each other. Forked
-processes (data loader workers) close their copy, so that the lock does not outlive the job.
+A lock of ``flock`` belongs to the open file. Only rank 0 acquires it, so that ranks of one job do not block each other.
+Forked processes (data loader workers) close their copy, so that the lock does not outlive the job.
 """
 
 from __future__ import annotations

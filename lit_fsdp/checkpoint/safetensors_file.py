@@ -37,7 +37,7 @@ def file_order(specs: Mapping[str, TensorSpec]) -> list[str]:
 
 
 class TensorFile(HashedFile):
-    """Writer of a safetensors file of ``specs``; ``metadata`` are text entries of its header."""
+    """Writer of a safetensors file of ``specs``; its header also has the text entries ``metadata``."""
 
     def __init__(
         self, path: Path, specs: Mapping[str, TensorSpec], metadata: Mapping[str, str], at_once: bool = True

@@ -255,8 +255,8 @@ def gather_whole(
 ) -> None:
     """Pass full tensors to ``take``, gathered one at a time in :func:`file_order`; collective with DTensors.
 
-    ``take`` is None on ranks that only take part in the gather. If it fails, the remaining tensors are still gathered,
-    so that these ranks do not wait in a collective.
+    The argument ``take`` is None on ranks that only take part in the gather. If it fails, the remaining tensors are
+    still gathered, so that these ranks do not wait in a collective.
     """
     named = ((name, tensors[name]) for name in file_order(specs) if name in tensors)
     wholes = ((name, whole_tensor(tensor)) for name, tensor in named)

@@ -22,7 +22,7 @@ PARSERS: dict[str, argparse.ArgumentParser] = {}
 
 
 class _Parser(argparse.ArgumentParser):
-    """Raises all errors; ``exit_on_error=False`` alone still exits on missing or surplus arguments."""
+    """Raises all errors; argparse with ``exit_on_error=False`` alone still exits on missing or surplus arguments."""
 
     example = ""
 
@@ -60,8 +60,8 @@ class _Parser(argparse.ArgumentParser):
 def verb_parser(verb: str, text: str, example: str, usage: str | None = None) -> argparse.ArgumentParser:
     """Build a parser for one verb that raises :class:`ConfigError` instead of exiting.
 
-    ``example`` is a command line that works in a checkout, at most 78 characters long; ``usage`` follows the verb and
-    defaults to its flags.
+    The ``example`` is a command line that works in a checkout, at most 78 characters long; the ``usage`` follows the
+    verb and defaults to its flags.
     """
     parser = _Parser(f"lit-fsdp {verb}", description=text, allow_abbrev=False, epilog="Exit codes: 0, 1, 2.")
     parser.usage = f"{parser.prog} {usage}" if usage else None
@@ -95,7 +95,7 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Name
 
 
 def _declared(parser: argparse.ArgumentParser, argv: Sequence[str]) -> list[str]:
-    """Return the words with the flags spelled as ``parser`` declares them; ``-`` and ``_`` are equivalent."""
+    """Return the words with the flags spelled as ``parser`` declares them; equivalent are ``-`` and ``_``."""
     names = {underscored(flag): flag for action in parser._actions for flag in action.option_strings}
     parts = [underscored(word).partition("=") if word.startswith("--") else (word, "", "") for word in argv]
     return [names.get(name, name) + equals + value for name, equals, value in parts]
@@ -109,7 +109,7 @@ def flags_of(parser: argparse.ArgumentParser) -> list[str]:
 def refuse_two_values(short: Mapping[str, tuple[str, Any]], words: Sequence[str], also: Sequence[str]) -> None:
     """Refuse a recipe flag, in any form, that differs from the verb's own flag for the same key.
 
-    ``short`` maps a recipe key to the verb's flag and its value; for ``also`` see ``load_recipe``.
+    The mapping ``short`` gives the verb's flag and its value for a recipe key; for ``also`` see ``load_recipe``.
     """
     from lit_fsdp.config.command_line import read_command_line
     from lit_fsdp.config.parser import values_of_flags
@@ -124,7 +124,7 @@ def refuse_two_values(short: Mapping[str, tuple[str, Any]], words: Sequence[str]
 def run_one_of(name: str, verbs: Mapping[str, tuple[str, Callable[[Sequence[str]], int]]], argv: Sequence[str]) -> int:
     """Run the subcommand of ``lit-fsdp name`` given by ``argv`` and return its exit code.
 
-    ``verbs`` maps each subcommand to a description of at most 68 characters and its function.
+    The mapping ``verbs`` has a description of at most 68 characters and the function of each subcommand.
 
     Raises:
         ConfigError: The verb does not exist; the error suggests the nearest.

@@ -1,4 +1,4 @@
-"""Verbs before training: ``audit`` shows what a recipe would do, ``plan`` estimates memory and speed, and
+"""Verbs before training: the verb ``audit`` shows what a recipe would do, ``plan`` estimates memory and speed, and
 ``model prepare`` fetches its model.
 """
 

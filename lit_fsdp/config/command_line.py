@@ -97,8 +97,8 @@ class CommandLine:
         """Convert the sections ``names`` of a file's content to the short form of the class named last.
 
         Drops and logs arguments of another class (named in this file, or ours) that this class does not accept. Drops a
-        strategy of Lightning that ours replaces.
-        ``taken_by`` returns the arguments of a foreign class, or None if they are unknown.
+        strategy of Lightning that ours replaces. The function ``taken_by`` returns the arguments of a foreign class, or
+        None if they are unknown.
         """
         for name in names if isinstance(values, dict) else ():
             named, args = short_form(values.get(name))
@@ -184,7 +184,7 @@ class CommandLine:
     def _with_whole_mappings(self, words: Sequence[str]) -> list[str]:
         """Replace a flag below a mapping of :data:`_MAPPINGS` by one with the whole mapping.
 
-        ``--mapping.key.inner VALUE`` makes jsonargparse 4.53 drop the other keys of ``mapping.key``
+        The flag ``--mapping.key.inner VALUE`` makes jsonargparse 4.53 drop the other keys of ``mapping.key``
         (``findings/a-flag-below-a-mapping-drops-the-keys-beside-it.sh``). Delete this when the minimum version has
         jsonargparse#388 fixed.
         """
@@ -240,7 +240,7 @@ class CommandLine:
 
 
 def read_command_line(argv: Sequence[str]) -> CommandLine:
-    """Split the arguments after a verb; ``--config`` files come first, later ones win, and flags come last."""
+    """Split the arguments after a verb; files of ``--config`` come first, later ones win, and flags come last."""
     line, flags = CommandLine(allow_imports=os.environ.get("LIT_FSDP_ALLOW_IMPORTS", "").split(",")), []
     words = _by_key([underscored(word) for word in argv], "--trainer")
     while words:

@@ -18,7 +18,7 @@ NEEDED_COLUMNS: dict[RowFormat, tuple[str, ...]] = {
     "tokens": ("input_ids",),
     "text": ("text",),
 }
-"""Required columns by row format; ``auto`` selects the first format whose columns are all present."""
+"""Required columns by row format; the value ``auto`` selects the first format whose columns are all present."""
 _OF_CHATS = ("system", "tools", "functions", "chat_template_kwargs", "label")
 OPTIONAL_COLUMNS: dict[RowFormat, tuple[str, ...]] = {
     "preference": ("prompt", *_OF_CHATS[:-1]),
@@ -235,7 +235,7 @@ class DataConfig:
 def accumulation_steps(config: DataConfig, world_size: int, accumulate: int | None = None) -> int:
     """Forward passes per optimizer step on each of ``world_size`` ranks: ``global / (micro * ranks)``.
 
-    ``accumulate`` is ``trainer.accumulate_grad_batches`` and may replace ``global_batch_size``.
+    The argument ``accumulate`` is ``trainer.accumulate_grad_batches`` and may replace ``global_batch_size``.
 
     Raises:
         ConfigError: The global batch is not a multiple of ``micro_batch_size * world_size``, or the two conflict.

@@ -83,7 +83,8 @@ def shipped_files(kind: Literal["configs", "recipes"], *suffixes: str) -> dict[s
 def shipped_file(name: str, *suffixes: str) -> tuple[Path | None, list[str]]:
     """The recipe or config with this name, and similar names: those with this prefix, recipes first, or close matches.
 
-    ``.yaml`` and everything up to ``recipes/`` or ``configs/`` are optional; similar names may differ in case.
+    The extension ``.yaml`` and everything up to ``recipes/`` or ``configs/`` are optional; similar names may differ in
+    case.
     """
     recipes, configs = shipped_files("recipes", ".yaml"), shipped_files("configs", *suffixes)
     known, plain = {**configs, **recipes}, re.sub(r"^(.*/)?(recipes|configs)/|\.(yaml|json)$", "", name)

@@ -52,7 +52,7 @@ from lit_fsdp.redaction import HIDDEN, hidden_keys
 
 SECTIONS = {"checkpoint": CheckpointConfig, "resume": ResumeConfig, "samples": SamplesConfig, "slurm": SlurmConfig}
 _ANYTHING = list | dict | bool | int | float | str | None
-"""Type of values that are not checked here; ``Any`` would import the classes that they name."""
+"""Type of values that are not checked here; the type ``Any`` would import the classes that they name."""
 
 
 def lightning_keys() -> list[str]:
@@ -192,7 +192,7 @@ def complete(
 ) -> None:
     """Fill in derived values in place: paths, the run folder, precision, the miniature.
 
-    ``model``, ``data`` and ``strategy`` are the arguments of our classes, None for foreign classes.
+    The namespaces ``model``, ``data`` and ``strategy`` are the arguments of our classes, None for foreign classes.
 
     Raises:
         ConfigError: A variable in a path is not set, a secret was not saved, or two precision settings differ.

@@ -187,7 +187,7 @@ class RunConfig:
 
 
 def merged_precision(word: Any, precision: Any) -> Any:
-    """Return the strategy's ``precision``; ``trainer.precision`` may replace it, with Lightning's names or ours."""
+    """Return the strategy's ``precision``; or ``trainer.precision``, with Lightning's names or ours, in its place."""
     if word is None:
         return "mixed" if precision is None else precision
     ours = {**LIGHTNING_PRECISION, "32": "fp32", "16": "fp16_mixed", "bf16": "mixed"}

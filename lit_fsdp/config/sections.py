@@ -46,7 +46,7 @@ def _section_parser(cls: type[Any], path: str) -> ArgumentParser:
 def takes_fields(section: type[Any], returns: Any = None) -> Callable[[F], F]:
     """Decorate a function that passes its keyword arguments to the dataclass ``section``.
 
-    ``help()``, completion and parsers then show the fields: names, types, defaults and docstrings.
+    The function ``help()``, completion and parsers then show the fields: names, types, defaults and docstrings.
     """
 
     def describe(function: F) -> F:

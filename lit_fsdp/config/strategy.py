@@ -390,7 +390,7 @@ def check_optimizer(path: str, engine: str, field: str) -> None:
 def mesh_shape(config: StrategyConfig, num_nodes: int, world_size: int, path: str = "") -> tuple[int, int]:
     """``(replicate_degree, shard_degree)``: copies of the model and ranks that shard each copy.
 
-    Hybrid sharding defaults to one copy per node. ``path`` is the path of the strategy's arguments, for errors.
+    Hybrid sharding defaults to one copy per node. Errors name ``path``, the path of the strategy's arguments.
     """
 
     def check(fits: bool, field: str, given: str, allowed: str) -> None:

@@ -177,8 +177,8 @@ _ARGUMENTS = ("model.lora.", "model.class_path", "trainer.callbacks.", "trainer.
 def as_flag(error: ConfigError, argv: Sequence[str], known: Collection[str]) -> str:
     """Rewrite the fix ``write KEY: VALUE`` as a flag to paste if ``argv`` gives the field as a flag, else return it.
 
-    A fix without a value keeps the user's, if the field is a key of another trainer or a misspelled one. ``known`` are
-    the keys that exist.
+    A fix without a value keeps the user's, if the field is a key of another trainer or a misspelled one. The keys that
+    exist are in ``known``.
     """
     fix, field, is_unknown = error.fix, error.field, error.given == UNKNOWN_KEY
     if error.given == NOT_A_FLAG:

@@ -36,7 +36,7 @@ _ONE_NODE = {"hybrid_shard": "full_shard", "hybrid_shard_zero2": "shard_grad_op"
 def convert_file(kind: str, path: Path, ranks: int | None = None, num_nodes: int = 1) -> Conversion:
     """Convert a configuration file to a recipe, with a report for each of its keys.
 
-    ``ranks`` and ``num_nodes`` describe the run; only Accelerate files contain them.
+    The arguments ``ranks`` and ``num_nodes`` describe the run; only Accelerate files contain them.
 
     Raises:
         ConfigError: The file cannot be read, the library would not accept a value, or values conflict.

@@ -95,7 +95,7 @@ def convert_accelerate(conversion: Conversion, values: dict[str, Any]) -> None:
 
 
 def fsdp_table(values: dict[str, Any], default: str, of_version_1: Table) -> tuple[str, Table]:
-    """Return the version in ``fsdp_config`` and its rows; ``of_version_1`` are the library's rows of version 1."""
+    """Return the version in ``fsdp_config`` and its rows; the library's rows of version 1 are ``of_version_1``."""
     config = values.get("fsdp_config")
     config = config if isinstance(config, dict) else {}
     version = str(config.get("fsdp_version") or config.get("version") or default)
@@ -130,7 +130,7 @@ def convert_fsdp(
 def put_shards(conversion: Conversion, source: Source, name: str, parts: Any, tensor: str) -> None:
     """Convert the number of ranks that share weights, which here includes the ``parts`` of context parallel.
 
-    ``tensor`` is the key of the degree of tensor parallelism, which is not converted.
+    The argument ``tensor`` is the key of the degree of tensor parallelism, which is not converted.
     """
     shards, split = source.take(name), source.take(tensor, 1)
     is_split, why = split.read(number) > 1, "tensor parallelism is not supported"

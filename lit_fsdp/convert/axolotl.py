@@ -89,7 +89,7 @@ _AXOLOTL: Table = {
 
 
 def convert_axolotl(conversion: Conversion, values: dict[str, Any], folder: Path, ranks: int | None) -> None:
-    """Convert a configuration of Axolotl; ``folder`` may contain its DeepSpeed file."""
+    """Convert a configuration of Axolotl; the ``folder`` may contain its DeepSpeed file."""
     require(values.get("base_model"), "base_model", "none", "a name or a folder", "write base_model: NAME")
     parts = values.get("context_parallel_size") or values.get("sequence_parallel_degree") or 1
     version, table = fsdp_table(values, str(values.get("fsdp_version") or (1 if parts == 1 else 2)), {})

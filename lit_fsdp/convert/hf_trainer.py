@@ -309,7 +309,7 @@ def put_loop(
 ) -> None:  # fmt: skip
     """Convert settings that depend on several arguments: length, warm-up, checkpoints and validation.
 
-    ``save`` and ``evaluate`` are the default strategies; ``first_ends``: whether the run ends with ``max_steps`` or the
+    The default strategies are ``save`` and ``evaluate``; ``first_ends``: whether the run ends with ``max_steps`` or the
     epochs, whichever is first, instead of ``max_steps``.
     """
     length, epochs = source.take("max_steps", -1), source.take("num_train_epochs", default_epochs)

@@ -139,9 +139,10 @@ class Source:
 def put_data_sets(
     conversion: Conversion, given: Given, to: str, name: str, begin: Callable[[str, str, dict[str, Any]], Source]
 ) -> None:
-    """Convert one or several data sets to the sources at ``to``; ``name`` is the key of a location.
+    """Convert one or several data sets to the sources at ``to``; the key ``name`` is the key of a location.
 
-    ``begin`` gets the key of a data set, its path in the recipe and its values, and returns a :class:`Source`.
+    The function ``begin`` gets the key of a data set, its path in the recipe and its values, and returns a
+    :class:`Source`.
     """
     found: list[dict[str, Any]] = []
     listed = isinstance(given.value, list)

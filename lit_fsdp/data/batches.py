@@ -25,7 +25,7 @@ Sample = tuple[np.ndarray, np.ndarray]
 def collate(samples: Sequence[Sample | None], pad_id: int) -> Batch:
     """Collate samples into a batch, padded on the right to the longest sample.
 
-    ``None`` becomes a single unsupervised token, for a rank that is short of samples. Labels never depend on
+    The item ``None`` becomes a single unsupervised token, for a rank that is short of samples. Labels never depend on
     ``pad_id``, because that token may be supervised elsewhere.
 
     Returns:
@@ -46,11 +46,11 @@ def collate_packs(packs: Sequence[Sequence[Sample]], length: int, pad_id: int) -
 
     Returns:
         int64 ``input_ids``, ``labels`` and ``position_ids`` (B, ``length``). Positions restart at 0 with every
-        sequence. The first label of a sequence is -100, because no token predicts it. ``cu_seq_lens`` is int32
-        (N + 1,): the start of each sequence in the flattened tokens, then the number of tokens. As plain numbers,
+        sequence. The first label of a sequence is -100, because no token predicts it. The tensor ``cu_seq_lens`` is
+        int32 (N + 1,): the start of each sequence in the flattened tokens, then the number of tokens. As plain numbers,
         ``longest`` is an upper bound of the longest sequence (a power of two, at most T) and ``sample_lengths`` are the
-        sequence lengths. ``num_filled``, int64 (B,), are the tokens of each pack before its padding. ``counts`` is as
-        for :func:`collate`, where a sample is a row, not a pack.
+        sequence lengths. The numbers ``num_filled``, int64 (B,), are the tokens of each pack before its padding. The
+        tensor ``counts`` is as for :func:`collate`, where a sample is a row, not a pack.
     """
     starts: list[int] = []
     for b, pack in enumerate(packs):
@@ -116,7 +116,7 @@ class SampleBatches(Dataset[Batch]):
 
 
 class Resumable:
-    """Mark a loader as resumable for Lightning; the Trainer's step or the datamodule holds the position."""
+    """Mark a loader as resumable for Lightning; the Trainer's step or the datamodule stores the position."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return no state."""
@@ -129,7 +129,7 @@ class Resumable:
 class BatchLoader(Resumable):
     """An iterable of ``length`` batches; not a torch DataLoader, so that Lightning does not change its order.
 
-    ``batches`` is called only when the first batch is requested: by then a resumed Trainer knows its step.
+    The function ``batches`` is called only when the first batch is requested: by then a resumed Trainer knows its step.
     """
 
     def __init__(self, batches: Callable[[], Iterator[Batch]], length: int) -> None:

@@ -46,14 +46,14 @@ _ROWS = 250
 class TokenizedRows:
     """Memory-mapped tokenized rows: N rows with T tokens in total, with the dtypes of :data:`ARRAYS`.
 
-    A row is a sample: a source row after truncation, or one piece of a longer plain text. ``meta`` is the metadata
-    that :func:`prepare_rows` saved with the rows.
+    A row is a sample: a source row after truncation, or one piece of a longer plain text. The mapping ``meta`` is the
+    metadata that :func:`prepare_rows` saved with the rows.
     """
 
     folder: Path
     meta: dict[str, Any]
     input_ids: np.ndarray
-    """Concatenated token ids of all rows (T,); ``supervised`` has the same layout."""
+    """Concatenated token ids of all rows (T,); the mask ``supervised`` has the same layout."""
     supervised: np.ndarray
     lengths: np.ndarray
     """Tokens of each row (N,)."""
@@ -206,8 +206,8 @@ def _key(row: Any) -> int:
 def _write(folder: Path, sources: Sequence[Source], config: DataConfig, encoder: RowEncoder) -> dict[str, Any]:
     """Tokenize all sources into ``folder``, in order, and return the content of ``meta.json``.
 
-    ``Dataset.map`` is not used: its worker and progress processes outlive a killed parent, and so does the cache lock
-    that they inherit.
+    The method ``Dataset.map`` is not used: its worker and progress processes outlive a killed parent, and so does the
+    cache lock that they inherit.
     """
     made: list[dict[str, Any]] = [{"name": source.name, "format": source.row_format, "rows": 0} for source in sources]
     (total, _), refused = tokenized([]), list[str]()

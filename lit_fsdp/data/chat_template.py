@@ -122,8 +122,8 @@ def _with_null(message: dict[str, Any]) -> dict[str, Any]:
 def find_template(choice: str | None, tokenizer: Any, kwargs: Mapping[str, Any] | None = None) -> ChatTemplate | None:
     """Return the template of ``data.chat_template``; ``None`` if it is null and the tokenizer has no template.
 
-    ``choice`` is one of :data:`NAMES`, or a file; ``kwargs`` are ``data.chat_template_kwargs``, which those of a row
-    override.
+    The ``choice`` is one of :data:`NAMES`, or a file; the values ``kwargs`` are ``data.chat_template_kwargs``, which
+    those of a row override.
 
     Raises:
         ConfigError: The file does not exist, or the tokenizer lacks special tokens that a named template needs.

@@ -64,8 +64,8 @@ class RowEncoder:
     """Encode rows as samples with one tokenizer, template and data section; picklable.
 
     Conversations have the same ids as with ``apply_chat_template``. Texts get BOS if the tokenizer adds it, and EOS.
-    ``text`` contains everything that ids and masks depend on; ``chat_template`` is the Jinja source, if any. Ids must
-    be below ``num_embeddings`` of the model; a tokenizer may have more.
+    The ``text`` contains everything that ids and masks depend on; the ``chat_template`` is the Jinja source, if any.
+    Ids must be below ``num_embeddings`` of the model; a tokenizer may have more.
 
     Raises:
         ConfigError: The tokenizer or the template cannot be used.
@@ -95,7 +95,7 @@ class RowEncoder:
     def encode(
         self, rows: Sequence[Mapping[str, Any]], row_format: RowFormat, locations: Sequence[str]
     ) -> list[EncodedRow]:
-        """Encode rows in order; ``row_format`` must not be ``auto``.
+        """Encode rows in order; the ``row_format`` must not be ``auto``.
 
         Raises:
             DataError: A row is invalid, cannot be masked exactly, or is too long and ``data.truncation`` is error.

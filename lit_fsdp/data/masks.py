@@ -43,8 +43,8 @@ class SpanEncoder:
     """Tokenize texts without adding BOS or EOS, and mark the tokens of given spans.
 
     Uses a copy of the tokenizer, so that truncation or padding set on the original has no effect. The copy has no
-    post-processor, which could only add tokens or trim spaces from the offsets. ``text`` is a hash of everything that
-    ids depend on.
+    post-processor, which could only add tokens or trim spaces from the offsets. The ``text`` is a hash of everything
+    that ids depend on.
 
     Raises:
         ConfigError: The tokenizer does not report character offsets of its tokens.
@@ -61,7 +61,7 @@ class SpanEncoder:
     def encode(self, texts: Sequence[str], spans: Sequence[Sequence[Span]], locations: Sequence[str]) -> list[Marked]:
         """Return tokens and masks of many texts; the first token is marked like any other.
 
-        ``spans`` has the supervised half-open character ranges of each text, sorted and disjoint.
+        For each text, ``spans`` has the supervised half-open character ranges, sorted and disjoint.
 
         Raises:
             DataError: A token crosses the boundary of a span and cannot be split there, or a text cannot be encoded.

@@ -36,8 +36,8 @@ def read_prompts(
     """Read rows as prompts, with the template and masks of training.
 
     The answer is the last assistant turn, or the completion. A conversation without an answer gets the generation
-    prompt; plain text, or a plain prompt without completion, is not rendered. ``numbers`` selects rows by their index
-    over all sources, from 0; ``None`` selects all rows, of any format.
+    prompt; plain text, or a plain prompt without completion, is not rendered. The argument ``numbers`` selects rows by
+    their index over all sources, from 0; the value None selects all rows, of any format.
 
     Raises:
         DataError: A source or row is invalid, or a prompt leaves no room for its answer.

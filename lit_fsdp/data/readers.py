@@ -34,7 +34,7 @@ _TABLE_ROWS = 250
 _TABLES = {".parquet": "parquet", ".arrow": "arrow"}
 _SEPARATORS = {".csv": ",", ".tsv": "\t"}
 KINDS = (".jsonl", ".ndjson", ".json", ".txt", *_TABLES, *_SEPARATORS)
-"""File extensions of row files; ``.gz`` may follow."""
+"""File extensions of row files; the extension ``.gz`` may follow."""
 
 
 def kind_of(path: str) -> str:

@@ -26,8 +26,8 @@ def load(
 ) -> Iterator[Any]:
     """Yield the items of torch loader processes in order; these processes survive signals to the whole job.
 
-    ``dataset`` is either iterable or maps items of ``sampler``, which is read lazily. An error that ``dataset`` returns
-    is raised here unchanged; an error raised in a loader would be wrapped by torch together with a traceback.
+    The ``dataset`` is either iterable or maps items of ``sampler``, which is read lazily. An error that ``dataset``
+    returns is raised here unchanged; an error raised in a loader would be wrapped by torch together with a traceback.
     """
     loader: DataLoader[Any] = DataLoader(
         dataset,

@@ -65,8 +65,8 @@ def device_facts() -> dict[str, Any]:
 def examine(rows: Sequence[Row], wanted: Wanted, num_gpus: int) -> Report:
     """Examine all nodes together with the other processes of this launch; the report is empty except on rank 0.
 
-    ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR`` and ``MASTER_PORT`` identify this process; ``rows`` are
-    the results of the first process of each node.
+    The variables ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR`` and ``MASTER_PORT`` identify this process;
+    the ``rows`` are the results of the first process of each node.
 
     Raises:
         torch.distributed.DistError: The rendezvous failed, or rank 0 has ended.

@@ -42,7 +42,7 @@ _NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 class BlockFlops:
     """Operations of one block: per token for its weights, per pair of query and key for its attention.
 
-    ``forward_…`` is the forward pass; ``train_…`` includes the backward pass.
+    Fields ``forward_…`` are for the forward pass; fields ``train_…`` include the backward pass.
     """
 
     forward_per_token: float
@@ -75,9 +75,9 @@ class ModelFlops:
     def recomputed_flops(self, counts: Mapping[str, float], words: Mapping[str, str]) -> float | None:
         """Operations that activation checkpointing repeats in the backward pass; None if that is not known.
 
-        ``full`` repeats a block, but attention of short rows only; ``selective`` keeps all products by default and
-        repeats none; only the compiler knows what a memory budget keeps. ``words`` are the modes by block name;
-        other blocks repeat nothing.
+        The mode ``full`` repeats a block, but attention of short rows only; the mode ``selective`` keeps all products
+        by default and repeats none; only the compiler knows what a memory budget keeps. The modes by block name are in
+        ``words``; other blocks repeat nothing.
         """
         total = 0.0
         for name, block in self.blocks.items():

@@ -47,7 +47,7 @@ _SLOWER = {"LAPTOP", "MIG", "D", "Q"}
 def peak_flops(device_name: str, multiplies: str) -> float | None:
     """Peak FLOP/s of a device, dense, in ``fp8``, ``bf16``, ``fp16``, ``tf32`` or ``fp32``; None if not in the table.
 
-    ``device_name`` is the result of ``torch.cuda.get_device_name``, e.g. ``NVIDIA H100 80GB HBM3``.
+    The ``device_name`` is the result of ``torch.cuda.get_device_name``, e.g. ``NVIDIA H100 80GB HBM3``.
     """
     words = set(re.split(r"[\s_-]+", device_name.upper()))
     rows = [row for row in gpus() if words.isdisjoint(_SLOWER) and words.issuperset(row.words.upper().split())]

@@ -11,8 +11,8 @@ BATCH_COUNTS = ("tokens", "samples", "slots", "squared_tokens")
 """Counted while a batch is collated: tokens without padding; samples; positions of ``input_ids`` with padding; and
 the sum over samples of (tokens of the sample) squared, to which the cost of attention is proportional."""
 STEP_COUNTS = ("supervised_tokens", "loss_sum", *BATCH_COUNTS, "correct_tokens")
-"""First entries of ``CausalLMModule.step_totals``; votes to stop follow. ``loss_sum`` is the plain cross-entropy, and
-``correct_tokens`` are supervised tokens whose most likely prediction was right; NaN with Liger."""
+"""First entries of ``CausalLMModule.step_totals``; votes to stop follow. The entry ``loss_sum`` is the plain
+cross-entropy, and ``correct_tokens`` are supervised tokens whose most likely prediction was right; NaN with Liger."""
 
 
 def step_counts(totals: Iterable[float]) -> dict[str, float]:
@@ -33,7 +33,7 @@ def batch_counts(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
 def step_metrics(totals: torch.Tensor) -> dict[str, torch.Tensor]:
     """Metrics of one optimizer step, per supervised token of its global batch; fp32 scalars.
 
-    ``totals`` are in the order of :data:`STEP_COUNTS`; more may follow.
+    The ``totals`` are in the order of :data:`STEP_COUNTS`; more may follow.
     """
     means = dict(zip(STEP_COUNTS, (totals / totals[0].clamp(min=1)).float(), strict=False))
     return {"train_loss": means["loss_sum"], "train_token_accuracy": means["correct_tokens"]}

@@ -29,9 +29,9 @@ _Intervals = list[tuple[float, float]]
 def trace_record(trace: Mapping[str, Any]) -> dict[str, Any]:
     """Summarize a trace as JSON data: ms per optimizer step of :data:`COLUMNS` for each of :data:`PHASES`.
 
-    Communication is exposed while nothing is computed, and a rank is idle while it does neither: ``all`` is
+    Communication is exposed while nothing is computed, and a rank is idle while it does neither: the column ``all`` is
     ``compute`` + ``exposed communication`` + ``idle``. On a device a phase ends when all work launched before the end
-    of its mark is done, so that the phases add up to the step there too. ``trace`` is the output of
+    of its mark is done, so that the phases add up to the step there too. The ``trace`` is the output of
     ``export_chrome_trace`` with marks of :class:`lit_fsdp.callbacks.profile.ProfileWindow` and ``profile.step()``.
     """
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]

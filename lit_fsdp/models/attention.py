@@ -109,10 +109,10 @@ def _attend(
 ) -> tuple[torch.Tensor, None]:
     """Attention function for transformers, (B, T, H, D); without ``sample_lengths`` each row is one sample.
 
-    ``softcap`` bounds the scores; ``s_aux`` (H) are the logits of attention sinks, one per head.
+    The ``softcap`` bounds the scores; the values ``s_aux`` (H) are the logits of attention sinks, one per head.
 
-    With ``shared_lengths`` each sample of the second half continues that many first tokens of its pair in the first.
-    In a ``context`` group tensors hold this rank's part of the row; lengths describe the whole row.
+    With ``shared_lengths`` each sample of the second half continues that many first tokens of its pair in the first. In
+    a ``context`` group tensors contain this rank's part of the row; lengths describe the whole row.
     """
     tensors = (query_BHTD, key_BKTD, value_BKTD)
     options: dict[str, Any] = {"dropout_p": dropout, "scale": scaling}

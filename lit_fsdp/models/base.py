@@ -29,7 +29,8 @@ _DRAWN_FROM = ("tokenizer", "add_tokens", "miniature")  # these determine the sh
 def describe_base(source: ModelSource, config: ModelConfig, seed: int) -> dict[str, Any]:
     """Describe location, identity and quantization of a base as plain JSON for the manifest of a checkpoint.
 
-    ``xxh3`` is a hash of all bytes of its safetensors files, independent of their folder; random init has ``seed``.
+    The entry ``xxh3`` is a hash of all bytes of its safetensors files, independent of their folder; random init has
+    ``seed``.
     """
     name, folder = config.name, source.weights_folder
     if isinstance(name, str) and Path(name).expanduser().exists():

@@ -1,9 +1,9 @@
-"""Context parallel: the ranks of a group get the same rows, and each holds a part of the positions of all activations.
+"""Context parallel: the ranks of a group get the same rows, and each keeps a part of the positions of all activations.
 
-The samples of a batch are joined in one row, like packs, and the row is split. Only attention mixes positions.
-``ulysses`` exchanges positions for heads, attends to the whole row with a part of the heads and exchanges back;
-``all_gather`` gathers all keys and values for each rank's queries, which are one part from the front of the row and
-one from its end, so that the causal mask leaves every rank the same work.
+The samples of a batch are joined in one row, like packs, and the row is split. Only attention mixes positions. The
+method ``ulysses`` exchanges positions for heads, attends to the whole row with a part of the heads and exchanges back;
+the method ``all_gather`` gathers all keys and values for each rank's queries, which are one part from the front of the
+row and one from its end, so that the causal mask leaves every rank the same work.
 
 Shapes: n ranks of a group, N tokens of the row, H query heads, K key and value heads, D head size.
 
@@ -47,7 +47,7 @@ class ContextGroup:
         return self.degree * (1 if self.method == "ulysses" else 2)
 
     def parts(self, num_tokens: int) -> list[list[tuple[int, int]]]:
-        """The positions of each rank, as ascending ranges; ``num_tokens`` is a multiple of :attr:`unit`."""
+        """The positions of each rank, as ascending ranges; the number ``num_tokens`` is a multiple of :attr:`unit`."""
         n = self.degree
         if self.method == "ulysses":
             size = num_tokens // n

@@ -1,8 +1,7 @@
 """Expert parallel: the ranks of a group divide a layer's experts, and exchange tokens by all-to-all.
 
-A rank sends the hidden state of a token once to each rank that holds some of its experts, with the router's weights.
-The receiver applies its experts and sends back the weighted sum of their outputs. The sender adds the sums of all
-ranks.
+A rank sends the hidden state of a token once to each rank that has some of its experts, with the router's weights. The
+receiver applies its experts and sends back the weighted sum of their outputs. The sender adds the sums of all ranks.
 
 Shapes: N tokens of a rank, K experts of each, S = N * K choices of which a rank informs others, T choices that it
 receives, M hidden states that it sends, R that it receives, E experts, n ranks.
@@ -50,7 +49,7 @@ class ExpertGroup:
     ) -> tuple[torch.Tensor, torch.Tensor, Sizes]:
         """Exchange how many choices each rank sends to each expert, and how many hidden states to each rank.
 
-        ``shape`` is (N, K), for a simulation without values.
+        The ``shape`` is (N, K), for a simulation without values.
 
         Returns:
             Choices received from each rank for each own expert, hidden states received from each rank, and the numbers
@@ -112,7 +111,7 @@ class Dispatch:
     def there(self, x_NI: torch.Tensor, weights_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Send hidden states and the router's weights; returns those of the own experts, (T, I) and (T, 1).
 
-        The engine averages gradients of experts over the ranks that hold the same experts, which are one ``degree``-th
+        The engine averages gradients of experts over the ranks that have the same experts, which are one ``degree``-th
         of the ranks that sent them tokens. From here to :meth:`back` gradients are therefore divided by ``degree``.
         """
         # not by FSDP2's set_gradient_divide_factor: gloo needs it with forced sums, and torch 2.11 to 2.15 then divides

@@ -194,7 +194,7 @@ def _padded(expert_S: torch.Tensor, ends_E: torch.Tensor) -> tuple[torch.Tensor,
 def _own_factors(
     group: ExpertGroup, first_ERI: torch.Tensor, second_EOR: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """Factors of this rank's experts; all ranks hold all adapters, so the engine averages over all of them."""
+    """Factors of this rank's experts; all ranks have all adapters, so the engine averages over all of them."""
     first, second = (scaled_gradient(factor[group.own], group.degree) for factor in (first_ERI, second_EOR))
     return first, second, scale
 
@@ -207,7 +207,7 @@ def _products(
     expert_S: torch.Tensor,
     num_experts: int,
 ) -> torch.Tensor:
-    """Apply its expert to each row, (S, I) to (S, O); ``expert_S`` ascends and indexes the local experts."""
+    """Apply its expert to each row, (S, I) to (S, O); the tensor ``expert_S`` ascends and indexes the local experts."""
     ends_E = torch.searchsorted(expert_S, torch.arange(num_experts, device=expert_S.device), right=True).int()
     place_S = None
     is_real = not (isinstance(x_SI, FakeTensor) or torch.compiler.is_compiling())  # sizes will depend on values

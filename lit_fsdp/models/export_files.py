@@ -30,8 +30,8 @@ def model_files(
 
     The generation config is copied from ``source``, valid for transformers or not, else taken from its config or the
     live ``model``. If it has no pad token it gets the tokenizer's, and the template's end of a turn is added to its end
-    tokens, because a fine-tuned model ends its answers with that token. ``config.json`` keeps its ``pad_token_id``,
-    whose embedding row gets no gradient.
+    tokens, because a fine-tuned model ends its answers with that token. The file ``config.json`` keeps its
+    ``pad_token_id``, whose embedding row gets no gradient.
 
     Raises:
         ConfigError: The config or the tokenizer cannot be saved, or the generation config is not a JSON object.
@@ -97,8 +97,8 @@ def model_entry(
 ) -> dict[str, Any]:
     """The ``model`` entry of a checkpoint's manifest: how the tensors map to the transformers model.
 
-    ``ties`` are names inside the LightningModule; ``kept_with_adapter`` lists tensors to export with the adapters;
-    ``experts`` are :attr:`lit_fsdp.models.weights.Weights.experts_apart`.
+    The ``ties`` are names inside the LightningModule; the tensors ``kept_with_adapter`` are exported with the adapters;
+    the ``experts`` are :attr:`lit_fsdp.models.weights.Weights.experts_apart`.
     """
     return {
         "prefix": "model.",

@@ -31,7 +31,7 @@ def fetch(
 ) -> Path:
     """Download the config, the tokenizer or all of the model of hub repository ``name``; returns its local folder.
 
-    ``.bin`` files are downloaded only if the repository has no safetensors files.
+    Files named ``.bin`` are downloaded only if the repository has no safetensors files.
 
     Raises:
         ConfigError: The repository is unknown, access is denied, or it cannot be reached.

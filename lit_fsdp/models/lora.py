@@ -1,8 +1,8 @@
 """Adapters of ``peft`` on a model that is still on meta, and their initial values.
 
 The layers are peft's and are inserted in place: the model stays a transformers model, so units, loss and names are
-found as without adapters. Only parameter names change: ``q_proj.weight`` becomes ``q_proj.base_layer.weight``, next to
-``q_proj.lora_A.default.weight``. The base is read under its original names, shard by shard.
+found as without adapters. Only parameter names change: the name ``q_proj.weight`` becomes ``q_proj.base_layer.weight``,
+next to ``q_proj.lora_A.default.weight``. The base is read under its original names, shard by shard.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ _ADAPTER_PARTS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "l
 class LoraWeights:
     """Reads the tensors of a model with adapters: base weights as without them, adapters initialized by (seed, name).
 
-    ``A`` is initialized like a linear layer's weight (or gaussian, as in peft), ``B`` is zero, so that the first loss
-    is the base model's. (In an embedding ``A`` is zero and ``B`` random, as in peft.) DoRA magnitudes are the norms of
-    the base weights.
+    The factor ``A`` is initialized like a linear layer's weight (or gaussian, as in peft), ``B`` is zero, so that the
+    first loss is the base model's. (In an embedding ``A`` is zero and ``B`` random, as in peft.) DoRA magnitudes are
+    the norms of the base weights.
 
-    ``base`` are the weights before :func:`apply_lora`; ``model`` is its result, on meta and not wrapped yet. A base is
-    quantized on ``device``, one module at a time.
+    The ``base`` has the weights before :func:`apply_lora`; the ``model`` is its result, on meta and not wrapped yet. A
+    base is quantized on ``device``, one module at a time.
     """
 
     def __init__(self, base: Weights, model: nn.Module, seed: int, device: torch.device | None = None) -> None:

@@ -50,7 +50,7 @@ Head = Callable[[torch.Tensor], torch.Tensor]
 class TokenLoss(NamedTuple):
     """Sums over the supervised tokens of a batch, in nats, to be added up over batches and ranks before dividing.
 
-    Only ``loss_sum`` has a graph: it is ``nll_sum`` plus a mixture's router loss, or the loss of pairs.
+    Only ``loss_sum`` has a graph: it is ``nll_sum`` plus a mixture's router loss, or the loss of pairs. The entry
     ``num_correct`` is NaN with Liger, which does not compute it.
     """
 
@@ -149,8 +149,8 @@ def _head_of(owner: Any) -> nn.Module:
 def causal_lm_forward(model: nn.Module, batch: Mapping[str, torch.Tensor], plan: LossPlan | None = None) -> TokenLoss:
     """Compute the loss of ``model`` on a batch with ``input_ids``, ``labels`` and other inputs of its forward.
 
-    Where ``position_ids`` restart (packed samples) the first token of a sample is never supervised. ``plan`` defaults
-    to that of :func:`plan_loss`.
+    Where ``position_ids`` restart (packed samples) the first token of a sample is never supervised. The ``plan``
+    defaults to that of :func:`plan_loss`.
     """
     targets_BT = next_targets(batch)
     loss, nll, correct, router = token_losses(model, batch, targets_BT, plan or plan_loss(model))
@@ -200,7 +200,7 @@ def next_targets(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
 
 
 def target_positions(targets_BT: torch.Tensor, num: int | None = None) -> torch.Tensor:
-    """Indices of supervised targets in the flattened batch, int64 (N,); ``num`` is their number, if known."""
+    """Indices of supervised targets in the flattened batch, int64 (N,); the value ``num`` is their number, if known."""
     is_target = (targets_BT != IGNORED).flatten()
     if num is None:
         return is_target.nonzero().squeeze(1)
@@ -270,7 +270,7 @@ def _needs_mask(owner: Any) -> bool:
 
 
 def _trained(head: nn.Module) -> list[torch.Tensor]:
-    """Trainable tensors of the head as its modules hold them now: FSDP1 replaces parameters by plain tensors."""
+    """Trainable tensors of the head as its modules have them now: FSDP1 replaces parameters by plain tensors."""
     held = [values for module in head.modules() for values in (module._parameters, module.__dict__)]
     tensors = [t for values in held for t in values.values() if torch.is_tensor(t) and t.requires_grad]
     return list({id(tensor): tensor for tensor in tensors}.values())
@@ -358,7 +358,7 @@ class ChunkedLoss(torch.autograd.Function):
 
     The gradient of a sum is known from the logits of a chunk, up to the factor that backward receives. So the forward
     pass differentiates each chunk of ``rows`` tokens immediately and keeps the sums of the gradients: logits outlive no
-    chunk, and nothing is computed twice. ``trained`` are the trainable tensors of ``head``. Without tokens, loss and
+    chunk, and nothing is computed twice. The trainable tensors of ``head`` are in ``trained``. Without tokens, loss and
     gradients are zero. Backward works only once.
     """
 

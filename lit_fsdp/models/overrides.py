@@ -91,7 +91,7 @@ def overridden(
 def check_overrides(saved: Mapping[str, Any] | None, now: Mapping[str, Any] | None, checkpoint: Any) -> None:
     """Refuse overrides that give a different model than ``saved``; training options (dropout, routers) may change.
 
-    ``saved`` is None if the overrides are unknown, as in imported checkpoints.
+    The value ``saved`` is None if the overrides are unknown, as in imported checkpoints.
     """
     one, other = ({k: v for k, v in (each or {}).items() if not _OF_TRAINING.search(k)} for each in (saved, now))
     allowed = f"{one or 'null'}, as in {checkpoint}: overrides are part of the model"

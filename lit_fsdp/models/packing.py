@@ -115,8 +115,8 @@ def pairs_in_one_row(batch: Mapping[str, Any], shares: bool) -> dict[str, Any]:
     """Join all samples of a padded batch of pairs, on the host, as :data:`~lit_fsdp.models.loss.ONE_ROW`.
 
     The chosen samples come first, then the rejected ones. With ``shares`` a rejected sample omits the leading tokens
-    that it has in common with its chosen sample and that precede any target, and continues from them;
-    ``shared_lengths`` are their numbers. ``counts`` then describe the tokens that are computed.
+    that it has in common with its chosen sample and that precede any target, and continues from them; their numbers are
+    ``shared_lengths``. The ``counts`` then describe the tokens that are computed.
     """
     ids_BT, mask_BT = batch["input_ids"], batch["attention_mask"].bool()
     num_pairs, ends_B = len(ids_BT) // 2, mask_BT.sum(dim=1)
@@ -206,8 +206,9 @@ def measure_isolation(
 ) -> Isolation:
     """Measure how a sample changes when its neighbors change, in four forward passes of 64 tokens each.
 
-    First every second sample gets other tokens, then the remaining ones, so that each neighbor changes once.
-    ``states`` computes last hidden states (B, T, D) of a packed batch; ``ids``, of any shape, are training tokens.
+    First every second sample gets other tokens, then the remaining ones, so that each neighbor changes once. The
+    function ``states`` computes last hidden states (B, T, D) of a packed batch; the ``ids``, of any shape, are training
+    tokens.
 
     With ``shares`` the samples are two pairs with shared prompts, and one side of each pair gets another completion.
     The swapped samples are then not shared, so that ``moved`` also measures the effect of sharing.

@@ -22,8 +22,8 @@ class RowParts(ContextGroup):
     def cut(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Add this rank's part of the row as :data:`~lit_fsdp.models.loss.ONE_ROW`; best called on the host.
 
-        The row is padded with a sample without targets until it divides evenly. ``counts`` are those of the batch on
-        the first rank and zeros on others, so that sums over ranks count each token once.
+        The row is padded with a sample without targets until it divides evenly. The ``counts`` are those of the batch
+        on the first rank and zeros on others, so that sums over ranks count each token once.
         """
         row = one_row(batch)
         num = row["input_ids"].shape[1]
@@ -49,9 +49,9 @@ class RowParts(ContextGroup):
     def inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Inputs of a transformers model in the sharded module for this rank's part of padded or packed rows.
 
-        ``batch`` has ``input_ids`` and ``labels`` (B, T), and ``attention_mask`` or, as our packs, ``position_ids``,
-        ``cu_seq_lens`` and ``longest``. The result also has ``targets`` (1, N / n), the token of the same sample that
-        each position predicts, or -100. The loss of a row is the sum over all ranks.
+        The ``batch`` has ``input_ids`` and ``labels`` (B, T), and ``attention_mask`` or, as our packs,
+        ``position_ids``, ``cu_seq_lens`` and ``longest``. The result also has ``targets`` (1, N / n), the token of the
+        same sample that each position predicts, or -100. The loss of a row is the sum over all ranks.
         """
         row = model_inputs(self.cut(batch), BY_SAMPLE)[ONE_ROW]
         taken_N, _ = row.pop("taken"), row.pop("num_tokens")

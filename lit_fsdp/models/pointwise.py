@@ -79,7 +79,7 @@ def _normed(
     """The output of a norm, in the same dtype as transformers, and the inverse root mean squares, (N, 1).
 
     With ``casts_first`` the result is cast back to the dtype of ``x_ND`` before the multiplication by the weight, else
-    after it; ``plus`` is added to the weight.
+    after it; the number ``plus`` is added to the weight.
     """
     x32_ND = x_ND.float()
     scale_N1 = x32_ND.square().mean(-1, keepdim=True).add_(eps).rsqrt_()

@@ -36,7 +36,8 @@ PAIR_COUNTS = (
     "nll_loss",
 )
 """Number of pairs, and sums over pairs. A reward is beta times the log-probability of a completion minus the
-reference's, or times its mean per token without a reference (ORPO, SimPO); ``nll_loss`` is the term that ORPO adds."""
+reference's, or times its mean per token without a reference (ORPO, SimPO); the entry ``nll_loss`` is the term that ORPO
+adds."""
 
 
 def pair_metrics(sums: torch.Tensor, config: PreferenceConfig) -> dict[str, torch.Tensor]:
@@ -99,7 +100,7 @@ def pair_losses(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The loss of each pair, (P,), and the rewards of both completions, (2, P), which show the model's preference.
 
-    ``logps_2P`` are their summed log-probabilities, ``reference_2P`` those under the reference.
+    The values ``logps_2P`` are their summed log-probabilities, ``reference_2P`` those under the reference.
     """
     scores_2P = logps_2P / counts_2P if reference_2P is None else logps_2P - reference_2P
     rewards_2P = config.beta * scores_2P

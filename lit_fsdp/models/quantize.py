@@ -91,9 +91,9 @@ def linear_layers(model: PreTrainedModel) -> dict[str, nn.Linear]:
 def pack(read: Callable[[slice], torch.Tensor], layer: Any, device: torch.device) -> torch.Tensor:
     """Pack the whole weight and set the layer's ``quant_state`` for unpacking.
 
-    ``read`` returns rows of the weight in dim 0, in the dtype of its file. Experts are read and packed one at a time,
-    because packing needs several copies in fp32 on a CPU; the result is bit-equal to packing them together. The same
-    weight gives the same bits on the same kind of ``device``, where ``quant_state`` stays.
+    The function ``read`` returns rows of the weight in dim 0, in the dtype of its file. Experts are read and packed one
+    at a time, because packing needs several copies in fp32 on a CPU; the result is bit-equal to packing them together.
+    The same weight gives the same bits on the same kind of ``device``, where ``quant_state`` stays.
     """
     is_double = layer.double_quantization
     if not (isinstance(layer, PackedExperts) and layer.shape[1:].numel() % _BLOCK == 0):
@@ -164,7 +164,7 @@ def give_shapes(layer: Any, dtype: torch.dtype) -> None:
 @functools.cache
 def _layer_class() -> Any:
     class NF4Linear(_bitsandbytes().nn.Linear4bit):  # type: ignore[misc]
-        """``Linear4bit`` whose state dict holds only its parameters, before and after the first call."""
+        """``Linear4bit`` whose state dict has only its parameters, before and after the first call."""
 
         def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
             nn.Module._save_to_state_dict(self, destination, prefix, keep_vars)

@@ -169,7 +169,8 @@ def _config_of(values: Mapping[str, Any], where: str) -> PretrainedConfig:
 def _keep_rope(config: PretrainedConfig, values: Mapping[str, Any], where: str) -> None:
     """Keep the model's ``rope_parameters``, in place, when ``rope_scaling`` is added, as model cards recommend.
 
-    transformers replaces one mapping by the other: ``rope_theta`` silently becomes the default of the architecture.
+    transformers replaces one mapping by the other: the key ``rope_theta`` silently becomes the default of the
+    architecture.
 
     Raises:
         ConfigError: The scaling has no type, or has no effect next to parameters for each layer type.

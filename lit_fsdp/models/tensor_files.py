@@ -44,8 +44,8 @@ def read_header(path: Path) -> dict[str, tuple[tuple[int, ...], str, int]]:
 def read_rows(path: Path, shape: tuple[int, ...], dtype: str, start: int, rows: slice | None = None) -> torch.Tensor:
     """Read the ``rows`` in dim 0, by default all, of a tensor of :func:`read_header` into new CPU memory.
 
-    ``safe_open`` reads the header of all tensors each time, which takes 20 s for a file of 4,000, and a mapped file
-    counts as memory of the process.
+    The function ``safe_open`` reads the header of all tensors each time, which takes 20 s for a file of 4,000, and a
+    mapped file counts as memory of the process.
 
     Raises:
         ValueError: torch has no such dtype, or the file ends early.

@@ -136,9 +136,9 @@ _Readable = Stored | StoredExperts | StoredMxfp4
 
 
 class Match(NamedTuple):
-    """Result of matching a model with a folder: ``found`` maps the model's names to stored tensors, tied names to one.
+    """Result of matching a model with a folder: stored tensors ``found`` by the model's names, one for tied names.
 
-    ``missing`` are names of the model, ``unexpected`` names in the folder, ``misshapen`` lines of text.
+    The ``missing`` names are of the model, the ``unexpected`` ones in the folder, ``misshapen`` lines of text.
     """
 
     found: dict[str, _Readable]

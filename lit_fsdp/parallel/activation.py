@@ -56,7 +56,7 @@ def prepare_blocks(
 ) -> None:
     """Apply an activation checkpointing mode, offload and compilation to the blocks, replacing earlier settings.
 
-    ``every_n`` recomputes blocks 0, n, 2n, ...: recomputing the last block would not lower the peak.
+    The mode ``every_n`` recomputes blocks 0, n, 2n, ...: recomputing the last block would not lower the peak.
 
     Raises:
         ConfigError: Tiles are set, but no block has a feed-forward layer that can be tiled.

@@ -104,8 +104,8 @@ def are_alike(mark: float, square: float, ranks: int) -> bool:
 def ending_together(loader: Any, group: dist.ProcessGroup | None, device: torch.device) -> Any:
     """Wrap a loader without a length so that it ends on all ranks as soon as it ends on one rank.
 
-    ``group`` communicates tensors on ``device``; a group of the hosts avoids synchronizing with the device. Attributes
-    and state remain those of ``loader``.
+    The ``group`` communicates tensors on ``device``; a group of the hosts avoids synchronizing with the device.
+    Attributes and state remain those of ``loader``.
     """
     warned = False
 

@@ -292,7 +292,7 @@ class EngineStrategy(ForeignParts):
 
     def _setup_module(self, module: Any, is_ours: bool) -> None:
         config, manual = self.config, self.config.wrap_config.manual
-        # FSDP1's own units hold this rank's shards
+        # FSDP1's own units have this rank's shards
         check_alike("comparing parameters", tensors_of(module, not manual or config.engine != "fsdp1"))
         check_unsharded(module, config, self.mesh.ndim, self.path)
         if self._layer_sync is not None:

@@ -180,7 +180,7 @@ class Checkpoints:
         return {**tensors, **sharded}, state
 
     def _row(self, own: torch.Tensor) -> DTensor:
-        """A matrix in which each rank holds the row of its rank."""
+        """A matrix in which each rank has the row of its rank."""
         row = own.to(self.root_device)[None]
         return DTensor.from_local(row, self.mesh, [Shard(0)] * self.mesh.ndim, run_check=False)
 

@@ -1,4 +1,4 @@
-"""Whole models on every rank (``ddp``) or on a single rank (``single``); ``mixed`` uses torch's autocast."""
+"""Whole models on every rank (``ddp``) or on a single rank (``single``); the mode ``mixed`` uses torch's autocast."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from lit_fsdp.models.experts import grouped_experts, prepare_experts
 
 
 def check_experts(model: nn.Module, degree: int, shards: int, path: str) -> None:
-    """Refuse to divide the experts of a model over ``degree`` of the ``shards`` ranks that hold a copy of it.
+    """Refuse to divide the experts of a model over ``degree`` of the ``shards`` ranks that have a copy of it.
 
     Raises:
         ConfigError: It has no experts with the common interface, another implementation, or too few experts.
@@ -55,7 +55,7 @@ def divide_experts(model: nn.Module, group: dist.ProcessGroup, shards: int) -> N
 
 
 def shard_experts(experts: Any, mesh: DeviceMesh, options: dict[str, Any]) -> None:
-    """Apply ``fully_shard`` to each rank's own experts over ``mesh``; ``options`` are those of other units.
+    """Apply ``fully_shard`` to each rank's own experts over ``mesh``; the ``options`` are those of other units.
 
     torch shards a tensor of the own experts. Its parameters are then replaced by DTensors of all experts on the mesh of
     other units, in which this rank has the same rows.

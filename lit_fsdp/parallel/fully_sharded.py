@@ -73,9 +73,9 @@ def apply_fully_shard(
     on_accelerator: bool,
     expert_mesh: DeviceMesh | None = None,
 ) -> nn.Module:
-    """Shard a module unit by unit, in place, and return the root to call; ``prepare`` runs on each unit before.
+    """Call ``prepare`` on each unit and shard it, in place, and return the root to call.
 
-    ``expert_mesh`` is the mesh of experts under expert parallel.
+    Under expert parallel, the mesh of experts is ``expert_mesh``.
     """
     options = {**options, "ignored_params": set(replicated)}
     reduce = TORCH_DTYPES[config.precision_config.row.reduce]

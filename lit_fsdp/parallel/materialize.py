@@ -1,4 +1,4 @@
-"""Fill a model built on meta with real tensors, so that no rank holds more than its shards and one module."""
+"""Fill a model built on meta with real tensors, so that no rank stores more than its shards and one module."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def grad_norms(module: nn.Module, norm_type: float | str, group_separator: str =
         Scalars, equal on all ranks: ``grad_{p}_norm/NAME`` of each parameter with a gradient, ``grad_{p}_norm_total``.
 
     Raises:
-        ConfigError: ``norm_type`` is not above 0.
+        ConfigError: The argument ``norm_type`` is not above 0.
     """
     power = float(norm_type)
     require(power > 0, "norm_type", norm_type, "a number above 0, or inf")

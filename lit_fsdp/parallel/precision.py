@@ -195,7 +195,7 @@ class DtypeContract:
 
 
 def moments(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors of an optimizer's state by name, without 0-dim step counters; ``names`` maps parameter ids to names."""
+    """Tensors of an optimizer's state by name, without 0-dim step counters; parameters by id are in ``names``."""
     for param, state in optimizer.state.items():
         for key, value in state.items():
             if torch.is_tensor(value) and value.dim():

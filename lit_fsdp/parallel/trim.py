@@ -21,10 +21,10 @@ class Trimmer:
     """Trims the heap between blocks, in both passes, if the resident set exceeds its largest value after a trim.
 
     glibc keeps freed memory (up to 32 MiB per allocation) for later, but before 2.39 much of it cannot be reused for
-    tensors, at long rows half as much as is in use
-    (``findings/heap-grows-to-twice-the-tensors-by-thread-caches.sh``). Returned memory costs page faults when it is
-    used again, so only that near the peak is returned: the limit rises during the first step. ``_SLACK`` is the
-    accepted share above the limit. Delete this class when glibc 2.39 is the oldest release to support.
+    tensors, at long rows half as much as is in use (``findings/heap-grows-to-twice-the-tensors-by-thread-caches.sh``).
+    Returned memory costs page faults when it is used again, so only that near the peak is returned: the limit rises
+    during the first step. The constant ``_SLACK`` is the accepted share above the limit. Delete this class when glibc
+    2.39 is the oldest release to support.
     """
 
     def __init__(self) -> None:

@@ -82,8 +82,8 @@ def plan_units(
 ) -> UnitPlan:
     """Plan the FSDP units of a model: detected, by name, by size, or existing units if the model wrapped itself.
 
-    Tied weights stay in the unit that contains all their users. ``fp32`` modules, gathered in fp32,
-    and ``experts`` become separate units.
+    Tied weights stay in the unit that contains all their users. The modules ``fp32``, gathered in fp32, and ``experts``
+    become separate units.
 
     Raises:
         ConfigError: A name matches no module (existing names are listed), or the root has too many parameters.
@@ -129,7 +129,7 @@ def audit(plan: UnitPlan, shard_degree: int, recompute: Mapping[str, str]) -> di
 
 
 def quantized_layers(model: nn.Module) -> dict[str, Any]:
-    """The 4-bit layers of bitsandbytes by name; their ``weight`` holds packed weights, in any dtype."""
+    """The 4-bit layers of bitsandbytes by name; their ``weight`` stores packed weights, in any dtype."""
     return {name: module for name, module in model.named_modules() if hasattr(module, "quant_state")}
 
 
@@ -276,7 +276,7 @@ def _classes(modules: Iterable[nn.Module]) -> str:
 
 
 def _ends_with(parts: list[str], wanted: list[str]) -> bool:
-    """Whether a path ends with a pattern such as ``layers.*.mlp``; ``*`` matches one part."""
+    """Whether a path ends with a pattern such as ``layers.*.mlp``; a ``*`` matches one part."""
     return len(parts) >= len(wanted) and all(map(fnmatchcase, parts[-len(wanted) :], wanted))
 
 

@@ -142,8 +142,8 @@ def turns(one: Recipe, other: Recipe, goal: Trace, run: Callable[[Recipe], Trace
     """Change one recipe to another, choice by choice, until a run equals the last run.
 
     The effect of a choice is the difference between its two consecutive runs, so that every effect is found. A rejected
-    choice is retried later: for example, an engine for a single rank only works after the change to one rank. ``goal``
-    is the run of ``other``, or of the plain loop closest to it.
+    choice is retried later: for example, an engine for a single rank only works after the change to one rank. The
+    ``goal`` is the run of ``other``, or of the plain loop closest to it.
     """
     here, trace, found, left = one, run(one), [], differing(one, other)
     waiting = list(left)

@@ -21,8 +21,8 @@ def train_plain(
 ) -> Iterator[tuple[float, float]]:
     """Train a causal LM; yields the loss and the gradient norm (before clipping) of each step.
 
-    ``batches`` has the learning rate and the rows of every step. ``adamw`` has ``betas``, ``eps`` and the
-    ``weight_decay`` of matrices. ``clip`` has a limit by ``norm`` or by ``value``, or None.
+    For every step, ``batches`` has the learning rate and the rows. The mapping ``adamw`` has ``betas``, ``eps`` and the
+    ``weight_decay`` of matrices. The mapping ``clip`` has a limit by ``norm`` or by ``value``, or None.
     """
     trained = [param for param in model.parameters() if param.requires_grad]
     matrices: dict[str, Any] = {"params": [param for param in trained if param.ndim >= 2]}

@@ -51,7 +51,7 @@ _GATHERS = {"full_shard": 2, "shard_grad_op": 1, "no_shard": 0, "hybrid_shard": 
 class RankMemory:
     """Bytes of the rank with most memory: state between steps (in host memory if ``offloads``) and during a step.
 
-    ``largest_tensor`` is the maximum that loading needs besides the shards.
+    The number ``largest_tensor`` is the maximum that loading needs besides the shards.
     """
 
     parameters: int
@@ -117,8 +117,8 @@ def rank_memory(run: RunConfig) -> RankMemory:
 def host_memory(run: RunConfig) -> dict[str, int]:
     """Compute the host memory in bytes of the ranks of a node, by kind and in ``total``.
 
-    ``state`` is offloaded state, ``rounding`` the excess size of pinned blocks, ``staged`` the (pinned) copy for
-    background saves (for a checkpoint in one file, on the first node), and ``processes`` everything else.
+    The entry ``state`` is offloaded state, ``rounding`` the excess size of pinned blocks, ``staged`` the (pinned) copy
+    for background saves (for a checkpoint in one file, on the first node), and ``processes`` everything else.
     """
     assert run.world_size is not None
     strategy, state, ranks = settled_strategy(run), _largest_state(run), run.world_size // run.num_nodes
@@ -203,9 +203,10 @@ def _state_of(rank: dict[str, int]) -> int:
 def sent_bytes(gathered: float, reduced: float, mesh: tuple[int, int], ranks_per_node: int = 8) -> tuple[float, float]:
     """Return the maximum bytes that a rank sends to its neighbor, and a node to the next node, per optimizer step.
 
-    ``gathered`` and ``reduced`` are bytes of full parameters and gradients, over all gathers and reductions of the
-    step. Gradients are reduce-scattered over the ranks of a copy and all-reduced over copies. ``mesh`` is the number of
-    model copies and of ranks per copy: full nodes, or a part of a node. That the root unit stays gathered is ignored.
+    The numbers ``gathered`` and ``reduced`` are bytes of full parameters and gradients, over all gathers and reductions
+    of the step. Gradients are reduce-scattered over the ranks of a copy and all-reduced over copies. The ``mesh`` is
+    the number of model copies and of ranks per copy: full nodes, or a part of a node. That the root unit stays gathered
+    is ignored.
 
     Source: ZeRO, arXiv:1910.02054, section 7; hybrid sharding: PyTorch FSDP, arXiv:2304.11277, section 3.2.2.
     """
@@ -221,11 +222,11 @@ def sent_bytes(gathered: float, reduced: float, mesh: tuple[int, int], ranks_per
 def step_time(run: RunConfig, gpu: Gpu | None) -> dict[str, float] | None:
     """Compute the seconds of an optimizer step, and the token rate over all ranks, for samples of maximum length.
 
-    ``exposed`` is the exposed time of communication or ``copies``, whichever takes longer: the part that exceeds the
-    computation, the first gather, the last reduction. With offload every gather copies shards in their stored dtype,
-    and the first reduction copies gradients to pinned memory. For further micro-batches, in unpinned memory, the
-    ``host`` waits (torch's ``foreach_reduce``), accumulates, and steps. None: the operations of this architecture, or
-    the peak rate of the precision, are unknown.
+    The entry ``exposed`` is the exposed time of communication or ``copies``, whichever takes longer: the part that
+    exceeds the computation, the first gather, the last reduction. With offload every gather copies shards in their
+    stored dtype, and the first reduction copies gradients to pinned memory. For further micro-batches, in unpinned
+    memory, the ``host`` waits (torch's ``foreach_reduce``), accumulates, and steps. None: the operations of this
+    architecture, or the peak rate of the precision, are unknown.
     """
     assert run.world_size is not None
     strategy, model, world = settled_strategy(run), _planned(run)[0].model, run.world_size
@@ -291,7 +292,8 @@ def expert_degree(run: RunConfig) -> int:
 def expert_bytes(run: RunConfig) -> dict[str, float] | None:
     """Return bytes per step that a rank sends for experts: ``weights`` without expert parallel, ``tokens`` with it.
 
-    ``tokens`` includes weights. ``degree`` is that of the recipe, or the maximum in a node. None if not divisible.
+    The number ``tokens`` includes weights. The ``degree`` is that of the recipe, or the maximum in a node. None if not
+    divisible.
     """
     given = run.strategy.expert_parallel
     degree = given if given > 1 else expert_degree(run)

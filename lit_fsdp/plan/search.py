@@ -141,8 +141,8 @@ def recommend(
     """Return the first choice that fits, and all tried choices, each with the largest micro-batch that fits.
 
     With ``every``, return the fastest choice that fits, with adapters only if nothing else fits; the list has fitting
-    choices first, fastest first, then the others, smallest first. ``peak`` of a choice that does not fit is a
-    minimum. ``host`` is its host memory per node, of which ``host_gib`` is available. Choices with a missing
+    choices first, fastest first, then the others, smallest first. The ``peak`` of a choice that does not fit is a
+    minimum. The value ``host`` is its host memory per node, of which ``host_gib`` is available. Choices with a missing
     package are skipped with a message on standard error.
     """
     tried: list[_Tried] = []
@@ -182,7 +182,7 @@ def savings(run: RunConfig) -> Iterator[dict[str, Any]]:
     """Simulate every change that saves memory, one at a time; those with the lowest cost come first.
 
     Each has ``num_bytes`` (peak bytes saved on the largest rank; None if a package is missing), ``flags`` to append to
-    the command of the run, and a ``remark``. ``run`` must have a ``data.global_batch_size``.
+    the command of the run, and a ``remark``. The ``run`` must have a ``data.global_batch_size``.
     """
     before = rank_memory(run).peak
     for remark, choice in _lighter(run):
@@ -235,8 +235,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 def advice(run: RunConfig, recipe: Path, accelerator: str, allow_imports: Sequence[str] = ()) -> str:
     """Return the output of ``lit-fsdp plan --savings`` for a run that ran out of memory, or the reason it is missing.
 
-    A separate process computes it, in at most two minutes: this process has little memory, and ranks wait for it.
-    ``recipe`` is the file in the run folder; ``allow_imports`` are the packages of its classes.
+    A separate process computes it, in at most two minutes: this process has little memory, and ranks wait for it. The
+    ``recipe`` is the file in the run folder; the list ``allow_imports`` has the packages of its classes.
     """
     if run.foreign:
         return f"memory savings are not computed for a custom {', '.join(sorted(run.foreign))}"

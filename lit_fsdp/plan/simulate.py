@@ -64,9 +64,9 @@ class StepMemory:
     ``kept``: activations of all blocks for the backward pass. ``at_work``: temporary tensors in one block, or in head
     and loss, including logits and gradients of activations. ``gathered``: unsharded weights, in use and prefetched.
     ``reduced``: unsharded gradients. ``gradients``: sharded gradients so far, none if offload keeps them on the host.
-    ``moment`` is ``forward`` (ends with the loss, if chunked with its gradient), ``head`` or ``blocks`` (their backward
-    pass) or ``optimizer``. ``block`` and ``loss`` are the ``at_work`` bytes at the peaks of the backward pass of
-    blocks, and of head and loss.
+    The ``moment`` is ``forward`` (ends with the loss, if chunked with its gradient), ``head`` or ``blocks`` (their
+    backward pass) or ``optimizer``. The numbers ``block`` and ``loss`` are the ``at_work`` bytes at the peaks of the
+    backward pass of blocks, and of head and loss.
     """
 
     moment: str
@@ -170,8 +170,8 @@ def _without_data(op: Any, *args: Any, **kwargs: Any) -> Any:
 def step_memory(run: RunConfig, gradient_bytes: int, accumulates: bool) -> StepMemory:
     """Simulate a step of a checked recipe with a known number of ranks, and return its memory peak.
 
-    ``gradient_bytes`` is the size of all gradients of a rank between steps. Raises :class:`ConfigError` for an
-    architecture that cannot be shortened, or that needs tensor values.
+    The number ``gradient_bytes`` is the size of all gradients of a rank between steps. Raises :class:`ConfigError` for
+    an architecture that cannot be shortened, or that needs tensor values.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 

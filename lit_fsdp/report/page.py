@@ -74,7 +74,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class RunFiles:
-    """Existing files of a run folder; ``metrics`` are completed optimizer steps and values, by column."""
+    """Existing files of a run folder; the ``metrics`` are completed optimizer steps and values, by column."""
 
     folder: Path
     recipe: dict[str, Any]
@@ -189,7 +189,7 @@ def _facts(run: RunFiles) -> dict[str, str]:
 
 
 def _charts(runs: Sequence[RunFiles]) -> str:
-    """Draw one chart per column of ``metrics.csv``; ``train_`` and ``val_`` columns share a chart."""
+    """Draw one chart per column of ``metrics.csv``; columns ``train_…`` and ``val_…`` share a chart."""
     charts: dict[str, list[str]] = {}
     for name in dict.fromkeys(name for run in runs for name in run.metrics):
         charts.setdefault(name.removeprefix("train_").removeprefix("val_"), []).append(name)
