@@ -51,7 +51,7 @@ class Fields(SphinxDirective):
         module, _, name = self.arguments[0].rpartition(".")
         cls = getattr(importlib.import_module(module), name)
         hints = typing.get_type_hints(cls)
-        said = {one.arg_name: one.description for one in docstring_parser.parse_from_object(cls).params}
+        descriptions = {one.arg_name: one.description for one in docstring_parser.parse_from_object(cls).params}
         found = nodes.definition_list()
         for field in dataclasses.fields(cls):
             default = "" if field.default is dataclasses.MISSING else f" = {default_words(field.default)}"
@@ -61,7 +61,7 @@ class Fields(SphinxDirective):
             term["ids"].append(anchor)
             term += link
             kind = nodes.classifier("", type_words(hints[field.name]))
-            text = nodes.definition("", nodes.paragraph("", " ".join(said[field.name].split())))
+            text = nodes.definition("", nodes.paragraph("", " ".join(descriptions[field.name].split())))
             item = nodes.definition_list_item("", term, kind, text)
             self.set_source_info(item)
             found += item

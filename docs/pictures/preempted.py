@@ -1,7 +1,7 @@
 """The life of a preempted job, from a run that is told to stop; python docs/pictures/preempted.py (one minute).
 
 A miniature trains in two processes, gets SIGUSR1 as a SLURM job does before its time limit, saves, ends with 75 and
-goes on; its losses are drawn over those of a run that was never stopped.
+resumes; its losses are drawn over those of a run that was never stopped.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ RECIPE = (
 
 
 def start(folder: Path, *words: str) -> subprocess.Popen[bytes]:
-    """Begin or go on."""
+    """Start or resume."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "lit_fsdp", *RECIPE, "--trainer.default_root_dir", str(folder), *words]
     return subprocess.Popen(command, env=environment, start_new_session=True)

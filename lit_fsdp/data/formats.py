@@ -57,7 +57,7 @@ _IGNORED = -100
 class Conversation:
     """Input of a chat template: messages, tool schemas, and further template variables.
 
-    A message has ``role`` and ``content`` (text); ``train`` marks whether a turn is supervised.
+    A message has ``role`` and ``content`` (text); the key ``train`` marks whether a turn is supervised.
     """
 
     messages: list[Message]
@@ -155,11 +155,11 @@ def preference_sides(row: Mapping[str, Any], location: str) -> list[dict[str, An
             raise DataError(f"{location}: chosen and rejected are equal\n  fix:     remove the row")
         shared = num_alike(chosen, rejected)
         shared -= chosen[shared - 1 : shared] == " "  # belongs to the following word
-        asked = [name for name in _QUESTIONS if row.get(name)]
-        if prompt is None and asked and (kind is str or not shared):
-            one = f"map it: data.columns: {{prompt: {asked[0]}}}"
-            fix = f"write {' and '.join(asked)} as one column prompt" if asked[1:] else one
-            raise DataError(f"{location}: no prompt, but {', '.join(asked)}\n  fix:     {fix}")
+        questions = [name for name in _QUESTIONS if row.get(name)]
+        if prompt is None and questions and (kind is str or not shared):
+            one = f"map it: data.columns: {{prompt: {questions[0]}}}"
+            fix = f"write {' and '.join(questions)} as one column prompt" if questions[1:] else one
+            raise DataError(f"{location}: no prompt, but {', '.join(questions)}\n  fix:     {fix}")
         lead = [_first(one, _CONTENT_KEYS)[1] for one in chosen[:shared] if isinstance(one, Mapping)]
         if isinstance(prompt, str) and prompt.strip() not in [text.strip() for text in lead if isinstance(text, str)]:
             given, fix = "not a common prefix of chosen and rejected", "write the prompt as a list of messages"

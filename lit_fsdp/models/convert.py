@@ -30,7 +30,7 @@ def convert(source: Path, trust_remote_code: bool) -> Path:
     """
     name = source
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "local_files_only": True}
-    files = sorted(file for ending in ("bin", "safetensors", "json") for file in source.glob(f"*.{ending}"))
+    files = sorted(file for extension in ("bin", "safetensors", "json") for file in source.glob(f"*.{extension}"))
     if source.is_file():
         name, files, options = source.parent, [source], {"gguf_file": source.name}
         if GgufConfig is not None:  # else weights of qwen3.5 and lfm2 stay quantized and cannot be trained
