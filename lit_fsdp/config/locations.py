@@ -36,7 +36,7 @@ def expanded(text: str, field: str) -> str:
 
 
 def expand_paths(parsed: Namespace, sections: Mapping[str, Namespace | None]) -> None:
-    """Expand all paths of a parsed recipe in place; ``sections`` are those of our own classes."""
+    """Expand all paths of a parsed recipe in place; the ``sections`` are those of our own classes."""
     for name, section in sections.items():
         for key in PATHS[name] if section is not None else ():
             setattr(section, key, _expanded_within(getattr(section, key), f"{name}.{key}"))
