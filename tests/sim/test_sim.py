@@ -27,14 +27,14 @@ def run(folder: str, place: Path, job: str = "whole_run", **arguments: Any) -> A
     return on_ranks(job, 1, folder=folder, run=str(place / arguments.get("on", "sim")), **arguments)[0]
 
 
-ALONE = {
-    "fsdp2, offloaded": {"engine": "fsdp2", "cpu_offload": True},
-    "fsdp1": {"engine": "fsdp1"},
-    "single": {"engine": "single"},
-}
+ALONE = [
+    pytest.param({"engine": "fsdp2", "cpu_offload": True}, id="fsdp2, offloaded"),
+    pytest.param({"engine": "fsdp1"}, id="fsdp1"),
+    pytest.param({"engine": "single"}, id="single", marks=pytest.mark.long("half a minute; fsdp1 and 2 do more here")),
+]
 
 
-@pytest.mark.parametrize("strategy", ALONE.values(), ids=ALONE)
+@pytest.mark.parametrize("strategy", ALONE)
 def test_a_run_on_one_device_is_that_on_the_cpu(strategy: dict[str, Any], folder: str, tmp_path: Path):
     strategy = {**strategy, "precision": "fp32"}
     there, here = (run(folder, tmp_path, strategy=strategy, on=on) for on in ("sim", "cpu"))
