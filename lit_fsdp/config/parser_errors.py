@@ -18,7 +18,18 @@ from jsonargparse import ArgumentParser, Namespace
 from lit_fsdp.config.command_line import PREFERENCE, TRUSTED
 from lit_fsdp.config.locations import shipped_file
 from lit_fsdp.config.model import LoraConfig
-from lit_fsdp.config.words import ELSEWHERE, MEANINGS, NOT_A_FLAG, ROWS_FILES, UNKNOWN_KEY, here, section_fix
+from lit_fsdp.config.words import (
+    ELSEWHERE,
+    MEANINGS,
+    NOT_A_FLAG,
+    ROWS_FILES,
+    TYPO,
+    UNKNOWN_KEY,
+    here,
+    here_with_typo,
+    logger_meant,
+    section_fix,
+)
 from lit_fsdp.errors import ConfigError
 
 _LISTS = ("trainer.callbacks.", "trainer.logger.", "trainer.plugins.")
@@ -72,6 +83,12 @@ def parser_error(message: str, known: Iterable[str]) -> ConfigError:
         is_known = "model.optim" in every if meant.startswith(("model.lora.", "model.class_path")) else False
         is_known |= meant.partition(":")[0] in every and not full.startswith(_LISTS)
         near = meant if is_known else _nearest(wanted_key, beside, every)
+        if (
+            not near
+            and not full.startswith(_LISTS)
+            and (meant := here_with_typo(wanted_key)).partition(":")[0] in every
+        ):
+            near = meant
         if parent == "model" and name.rpartition(".")[2] in {field.name for field in dataclasses.fields(LoraConfig)}:
             near = f"model.lora.{name.rpartition('.')[2]}"  # unknown to the parser if lora is null
         fix = f"write {near}" if near else "remove it"
@@ -106,7 +123,7 @@ def parser_error(message: str, known: Iterable[str]) -> ConfigError:
     lost = re.search(rf"(?:class_path '|Import path )([\w.]+)(?:':\s+| ){why}", message)
     if lost:
         module, _, name = lost[1].rpartition(".")
-        likely = _nearest(name, [one for one in dir(sys.modules.get(module)) if one[:1].isupper()])
+        likely = _nearest(name, [one for one in dir(sys.modules.get(module)) if one[:1].isupper()], least=0.6)
         fix = f"write {module}.{likely}" if likely else ""
         return ConfigError(key, f"{lost[1]} ({lost[2]})", "an importable class of this type", fix)
     if key.startswith("trainer.logger") and "save_dir=None" in message:
@@ -133,7 +150,7 @@ def parser_error(message: str, known: Iterable[str]) -> ConfigError:
     words = [word for one in plain if one.startswith("Literal") for word in re.findall(r"'([^']+)'", one)]
     mixed = f"{value[1].lower().removeprefix('fp')}-mixed"  # as bf16 and fp16 mean in other trainers
     same = MEANINGS.get(key, {}).get(value[1].lower())
-    close = same or (mixed if mixed in words else _nearest(value[1].lower(), words))
+    close = same or (mixed if mixed in words else _nearest(value[1].lower(), words, least=0.6))
     allowed = " | ".join(dict.fromkeys(shown))
     given, fix = _as_yaml(value[1]), f"write {key}: {close}" if close else ""
     if given == "null" and "null" in shown and key != "data.columns":  # text
@@ -141,6 +158,8 @@ def parser_error(message: str, known: Iterable[str]) -> ConfigError:
     elif "a whole number" in shown and given.strip("'").isdecimal():
         given, fix = f"the text '{given}'", f"write {key}: {given}"
     is_item = given[:1] == "{" or ("," in given and given[:1] != "[") or ({*shown} <= {"a list", "null"} and not close)
+    if key == "trainer.logger" and (meant := logger_meant(given)):
+        fix = f"write {meant}"
     lines = _lines_of(message)
     if "a list" in shown and len(lines) > 1:
         fix = f"write {key}: [{', '.join(lines)}]"
@@ -176,16 +195,23 @@ def not_allowed(key: str, path: str) -> ConfigError:
     return ConfigError(key, path, f"classes of {', '.join(TRUSTED)}, and of allowed packages", fix)
 
 
-def _nearest(name: str, *groups: Iterable[str]) -> str | None:
-    """The nearest name by meaning, else by spelling; earlier groups take precedence.
+def _nearest(name: str, *groups: Iterable[str], least: float = TYPO) -> str | None:
+    """The key whose last part is the same, else the nearest by spelling; earlier groups take precedence.
 
-    By meaning: the last part is the same or an acronym, as lr for learning_rate.
+    Only a typo is near: other keys with similar words, such as ``print_config`` for ``fsdp_config``, mean other things.
     """
-    last = name.rpartition(".")[2]
-    meant = ("".join(part[:1] for part in last.split("_")), last, *name.split("-"))
-    found = [one for names in groups for one in sorted(names) if one.rpartition(".")[2] in meant]
-    # the section alone is no similarity
-    alike = [one for names in groups for one in difflib.get_close_matches(name, sorted(names), n=5, cutoff=0.6)]
-    ends = {one: one.rpartition(".")[2] for one in alike}
-    found += [one for one, end in ends.items() if difflib.SequenceMatcher(None, end, last).ratio() >= 0.6]
-    return found[0] if found else None
+    last, words = name.rpartition(".")[2], name.replace(".", "_").replace("-", "_")
+    ends = last not in ("name", "path", "type")  # keys of several sections
+
+    def likeness(one: str) -> float:
+        end = one.rpartition(".")[2]
+        if (ends and end in (last, *name.split("-"))) or one.replace(".", "_") == words:
+            return 1.0
+        whole, part = (difflib.SequenceMatcher(None, *both).ratio() for both in ((one, name), (end, last)))
+        return max(whole, part) if part >= 0.6 else 0.0
+
+    for names in groups:
+        score, near = max(((likeness(one), one) for one in names), default=(0.0, ""))
+        if near and score >= least:
+            return near
+    return None

@@ -29,7 +29,7 @@ from lit_fsdp.config.strategy import (
     check_quantized,
     mesh_shape,
 )
-from lit_fsdp.config.words import HERE
+from lit_fsdp.config.words import logger_meant
 from lit_fsdp.errors import require
 
 FACTORY = "lit_fsdp.fsdp_strategy"
@@ -204,8 +204,8 @@ def merged_precision(word: Any, precision: Any) -> Any:
 def _logger_is_a_class(run: RunConfig) -> None:
     given = run.trainer.get("logger")
     for one in given if isinstance(given, list) else [given]:
-        meant = HERE.get(one, "") if isinstance(one, str) else ""
-        require(not meant.startswith("trainer.logger:"), "trainer.logger", one, "a class, or false", f"write {meant}")
+        meant = logger_meant(one) if isinstance(one, str) else ""
+        require(not meant, "trainer.logger", one, "a class, or false", f"write {meant}")
 
 
 def _has_a_model(run: RunConfig) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import itertools
 import re
 import shlex
@@ -11,13 +12,16 @@ from lit_fsdp.errors import ConfigError
 
 UNKNOWN_KEY = "a key that does not exist"
 NOT_A_FLAG = "a word that is not a flag"
+TYPO = 0.84
+"""The least likeness (of difflib) of a name with a typo: one wrong letter of four is less."""
 _S, _LOGGER = "trainer.strategy.init_args", "trainer.logger: {class_path: lightning.pytorch.loggers"
 _KEYS = {
-    "seed_everything": "seed random_seed", "data.cache_dir": "dataset_prepared_path",
+    "seed_everything": "seed random_seed", "data.seed": "data_seed", "data.cache_dir": "dataset_prepared_path",
     "ckpt_path": "resume_from_checkpoint resume_from resume_checkpoint auto_resume_from_checkpoints",
     "trainer.max_epochs": "epochs num_epochs num_train_epochs n_epochs", "trainer.accelerator": "device",
     "trainer.max_steps": "num_steps total_steps max_train_steps num_training_steps max_iters train_iters",
-    "trainer.accumulate_grad_batches": "gradient_accumulation_steps gradient_accumulation_iters",
+    "trainer.accumulate_grad_batches": "gradient_accumulation_steps gradient_accumulation_iters "
+    "gradient_accumulation",
     "trainer.gradient_clip_val": "max_grad_norm clip_grad_norm max_norm grad_clip gradient_clipping",
     "trainer.log_every_n_steps": "logging_steps log_interval", "trainer.accelerator: cpu": "use_cpu no_cuda",
     "trainer.val_check_interval": "eval_steps eval_interval eval.interval",
@@ -29,16 +33,19 @@ _KEYS = {
     f"{_S}.precision: bf16-mixed": "bf16 mixed_precision", f"{_S}.precision": "dtype torch_dtype",
     f"{_LOGGER}.WandbLogger}}": "wandb wandb_project wandb_name report_to log_with logger_name",
     f"{_LOGGER}.TensorBoardLogger}}": "tensorboard", f"{_LOGGER}.CSVLogger}}": "csv",
+    f"{_LOGGER}.CometLogger}}": "comet comet_ml", f"{_LOGGER}.NeptuneLogger}}": "neptune",
     f"{_LOGGER}.MLFlowLogger}}": "mlflow mlflow_experiment_name", f"{_S}.compile: true": "torch_compile",
     f"{_S}.activation_checkpointing: full": "gradient_checkpointing enable_activation_checkpointing",
     f"{_S}.activation_checkpointing: {{mode: full, offload_activations: true}}": "enable_activation_offloading",
-    f"{_S}.cpu_offload: true": "fsdp_cpu_offload offload_params", f"{_S}.engine": "fsdp_version distributed_type",
+    f"{_S}.cpu_offload: true": "fsdp_cpu_offload offload_params",
+    f"{_S}.engine": "fsdp_version distributed_type strategy",
     f"{_S}.sharding": "fsdp sharding_strategy fsdp_sharding_strategy", f"{_S}.timeout_seconds": "ddp_timeout",
     f"{_S}.context_parallel": "context_parallel_size context_parallel_dim sequence_parallel_degree cp_size",
-    "checkpoint.every_steps": "checkpoint.every save_steps save_interval checkpointing_steps",
+    "checkpoint.every_steps": "checkpoint.every save_steps save_interval checkpointing_steps save_every_n_steps "
+    "every_n_train_steps", f"{_S}.wrap": "fsdp_transformer_layer_cls_to_wrap transformer_layer_cls_to_wrap",
     "checkpoint.keep_best": "save_top_k",
     "checkpoint.keep_last": "save_total_limit keep_last_n_checkpoints", "checkpoint.monitor": "metric_for_best_model",
-    "model.name": "base_model model_name_or_path model_name model_id model_path checkpoint_dir model.path "
+    "model.name": "base_model model_name_or_path model_name model_id model_path checkpoint_dir model.path name_or_path "
     "model._component_",
     "model.tokenizer": "tokenizer_name tokenizer_path tokenizer.path", "model.optim.beta1": "adam_beta1",
     "model.attn_implementation: flash_attention_2": "flash_attention flash_attn use_flash_attention_2",
@@ -46,17 +53,19 @@ _KEYS = {
     "model.optim.schedule": "lr_scheduler lr_scheduler_type lr_schedule scheduler",
     "model.optim.warmup_steps": "lr_warmup_steps num_warmup_steps warmup_iters",
     "model.optim.min_lr_ratio": "min_lr min_lr_rate cosine_min_lr_ratio", "model.lora.alpha": "lora_alpha",
-    "model.optim.optimizer: torch.optim.AdamW": "optim optimizer optimizer._component_",
+    "model.optim.optimizer: torch.optim.AdamW": "optim optimizer optimizer._component_ "
+    "model.optim.name optim.name",
     "model.optim.eps": "adam_epsilon", "model.optim.weight_decay": "wd",
     "model.loss.backend: liger": "use_liger_kernel",
     "model.lora: {}": "lora use_lora peft use_peft adapter",
     "model.lora.r": "r rank lora_r lora_rank", "model.lora.dropout": "lora_dropout",
     "model.lora.target_modules": "target_modules targets lora_target_modules lora_attn_modules",
     "model.lora.target_modules: all-linear": "lora_target_linear", "model.lora.use_dora": "use_dora peft_use_dora",
+    "model.lora.use_rslora": "use_rslora peft_use_rslora",
     "model.lora.quantize: nf4": "quantize load_in_4bit quantize_base qlora", "model.add_tokens": "special_tokens",
     "model.class_path: lit_fsdp.PreferenceModule": "rl loss_type", "model.neftune_alpha": "neftune_noise_alpha",
     "data.train": "dataset datasets dataset_name dataset_path dataset.source dataset._component_ train_file data_files "
-    "data.path datasets.path train_path train_data_path",
+    "data.path datasets.path train_path train_data_path json_path",
     "data.val": "validation validation_file eval_file eval_dataset test_datasets",
     "data.packing": "sample_packing packed",
     "data.val_split": "val_set_size val_split_fraction", "data.columns": "dataset_text_field column_map",
@@ -64,7 +73,8 @@ _KEYS = {
     "data.supervise: all": "mask_prompt", "data.train_on_prompt": "train_on_inputs train_on_input",
     "data.train_on_prompt: false": "assistant_only_loss completion_only_loss",
     "data.max_seq_length": "max_length max_seq_len seq_len seq_length sequence_len cutoff_len block_size",
-    "data.micro_batch_size": "bs batch_size train_batch_size per_device_train_batch_size per_device_eval_batch_size",
+    "data.micro_batch_size": "bs batch_size train_batch_size per_device_train_batch_size "
+    "per_device_eval_batch_size eval_batch_size",
     "data.num_workers": "dataloader_num_workers", "data.num_tokenizers": "dataset_num_proc preprocessing_num_workers",
 }  # fmt: skip
 _VERBS = {
@@ -85,9 +95,16 @@ _FLAGS = {
 }
 _VALUES = {
     **{(key, "false"): "data.train_on_prompt: true" for key in ("assistant_only_loss", "completion_only_loss")},
+    **{(key, "true"): "ckpt_path: last" for key in ("resume_from_checkpoint", "auto_resume_from_checkpoints")},
+    **{(key, name): f"{_S}.precision: {mode}" for key in ("dtype", "torch_dtype") for name, mode in (
+        ("bfloat16", "bf16-true"), ("bf16", "bf16-true"), ("float32", "fp32"), ("float16", "16-mixed"),
+        ("fp16", "16-mixed"))},
+    ("metric_for_best_model", "eval_loss"): "checkpoint.monitor: val_loss",
+    ("metric_for_best_model", "loss"): "checkpoint.monitor: val_loss",
+    ("strategy", "fsdp"): f"{_S}.engine: fsdp2", ("strategy", "ddp"): f"{_S}.engine: ddp",
     ("report_to", "none"): "trainer.logger: false", ("adapter", "qlora"): "model.lora.quantize: nf4",
     **{(key, name.lower().removesuffix("logger")): f"{_LOGGER}.{name}}}" for key in ("report_to", "log_with")
-       for name in ("TensorBoardLogger", "MLFlowLogger", "CSVLogger", "WandbLogger")},
+       for name in ("TensorBoardLogger", "MLFlowLogger", "CSVLogger", "WandbLogger", "CometLogger", "NeptuneLogger")},
     ("mixed_precision", "fp16"): f"{_S}.precision: 16-mixed", ("mixed_precision", "no"): f"{_S}.precision: fp32",
     ("lr_scheduler_type", "polynomial"): "model.optim.schedule: linear",
     ("lr_scheduler_type", "constant_with_warmup"): "model.optim.schedule: constant",
@@ -120,6 +137,19 @@ ELSEWHERE = {
     "ema_decay": _CALLBACKS + "lit_fsdp.EMAWeights, init_args: {decay: 0.999}}]",
     "early_stopping_patience": _CALLBACKS
     + "lightning.pytorch.callbacks.EarlyStopping, init_args: {monitor: val_loss}}]",
+    "local_rank": "remove it: lit-fsdp starts the ranks, and torchrun and srun set it",
+    "fsdp_config": "run lit-fsdp convert hf-trainer FILE",
+    **dict.fromkeys(
+        ("dataset_config", "dataset_config_name", "dataset_configs"),
+        "save the configuration as files with datasets, and write data.train: FOLDER",
+    ),
+    **dict.fromkeys(
+        ("ref_model", "ref_model_name_or_path", "reference_model"),
+        "remove it: the reference is the model before training",
+    ),
+    **dict.fromkeys(("tokenizer_type", "model_type", "tokenizer_class"), "remove it: the files of the model name it"),
+    "load_in_8bit": "write model.lora.quantize: nf4; bases in 8 bits are not supported",
+    "lora_model_dir": "run lit-fsdp ckpt import FOLDER, and write ckpt_path with its result",
     "betas": "write model.optim.beta1 and model.optim.beta2",
     "beta": "write model.preference.beta, with model.class_path: lit_fsdp.PreferenceModule",
     **dict.fromkeys(("do_train", "do_eval", "do_predict"), "remove it: the verb (fit, validate or predict) selects it"),
@@ -136,6 +166,18 @@ def here(name: str) -> str:
     """Our name for a key of another trainer, alone or below a section; empty if unknown."""
     name = name.replace("-", "_")
     return HERE.get(name) or HERE.get(name.rpartition(".")[2], "")
+
+
+def here_with_typo(name: str) -> str:
+    """Our name for a misspelled key of another trainer; empty if none is similar."""
+    near = difflib.get_close_matches(name.rpartition(".")[2].replace("-", "_"), HERE, n=1, cutoff=TYPO)
+    return HERE[near[0]] if near else ""
+
+
+def logger_meant(name: str) -> str:
+    """The key and value that the name of a logger means, with or without ``Logger``; empty if unknown."""
+    meant = HERE.get(name.lower().removesuffix("logger").rstrip("_"), "")
+    return meant if meant.startswith("trainer.logger:") else ""
 
 
 def meant_flag(name: str, flags: list[str]) -> str:
@@ -159,7 +201,10 @@ def optimizer_path(name: str) -> str:
     return _OPTIMIZERS.get(re.sub(r"_(torch|fused|hf|32bit)|^paged_", "", name.lower()), "")
 
 
-_OTHER_MEANING = "min_lr fsdp fsdp_version distributed_type sharding_strategy fsdp_sharding_strategy dataset_text_field"
+_OTHER_MEANING = (
+    "min_lr fsdp fsdp_version distributed_type strategy sharding_strategy fsdp_sharding_strategy dataset_text_field "
+    "dtype torch_dtype _component_"
+)
 """Keys whose values mean something else here."""
 _STEPS = ("eval_steps", "eval_interval")
 """Keys that count optimizer steps, where ours counts micro-batches."""
