@@ -210,7 +210,7 @@ _STEPS = ("eval_steps", "eval_interval")
 """Keys that count optimizer steps, where ours counts micro-batches."""
 _SWITCHES = ("data.packing", "data.streaming", "model.trust_remote_code", f"{_S}.cpu_offload", f"{_S}.compile")
 """Keys that are true or false."""
-_LISTS = ("slurm.setup", "slurm.extra", "slurm.command", "slurm.container_mounts", "model.freeze")
+_LISTS = (f"{_S}.wrap", "slurm.setup", "slurm.extra", "slurm.command", "slurm.container_mounts", "model.freeze")
 """Keys with lists of text."""
 _SEVERAL = ("data.train", "data.val", "data.test", "data.predict", "model.lora.target_modules", *_LISTS)
 """Keys that accept a list, which shells and users give as several words."""

@@ -103,7 +103,7 @@ def test_a_fix_is_a_flag_to_paste_with_the_users_value(capsys: pytest.CaptureFix
         ("--metric_for_best_model eval_loss", "--checkpoint.monitor val_loss"),
         (
             "--fsdp_transformer_layer_cls_to_wrap LlamaDecoderLayer",
-            "--trainer.strategy.init_args.wrap LlamaDecoderLayer",
+            "--trainer.strategy.init_args.wrap '[LlamaDecoderLayer]'",
         ),
         ("--data.json_path a.jsonl", "--data.train a.jsonl"),
         ("--gradient_accumulation 4", "--trainer.accumulate_grad_batches 4"),
