@@ -163,7 +163,7 @@ def _add_by_rows(
         chunk = -(-rows // ranks)
         size = chunk * per_row * param.element_size()
         stored = {"parameter_bytes": size, "gradient_bytes": size * param.requires_grad}
-        _add(changes, 0, ranks, **stored, rounding_bytes=_rounding(size) * (1 + param.requires_grad))
+        _add(changes, 0, ranks, **stored, rounding_bytes=pinned_excess(size) * (1 + param.requires_grad))
         whole, rest = divmod(rows, max(1, chunk))  # ranks with full chunks, one with fewer rows, the others empty
         for first, last, of_rank in ((0, whole, chunk), (whole, whole + 1, rest)):
             if local := of_rank * per_row:
@@ -171,8 +171,8 @@ def _add_by_rows(
                 _add(changes, first, last, num_params=local * packed.get(id(param), 1), optimizer_bytes=state)
 
 
-def _rounding(num_bytes: int) -> int:
-    """Bytes up to the next power of two."""
+def pinned_excess(num_bytes: int) -> int:
+    """Bytes up to the next power of two, as which torch pins a block of host memory."""
     return (1 << (num_bytes - 1).bit_length()) - num_bytes if num_bytes else 0
 
 
@@ -186,7 +186,7 @@ def _add_flat(changes: list[Counter[str]], params: Sequence[nn.Parameter], items
     part, size = -(-end // ranks), next((param.element_size() for param in params), 0)
     is_trained = any(param.requires_grad for param in params)  # one gradient for the flat parameter
     stored = {"parameter_bytes": part * size, "gradient_bytes": part * size * is_trained}
-    _add(changes, 0, ranks, **stored, rounding_bytes=_rounding(part * size) * (1 + is_trained))
+    _add(changes, 0, ranks, **stored, rounding_bytes=pinned_excess(part * size) * (1 + is_trained))
     for start, param in zip(starts, params, strict=True):
         stop, first = start + param.numel(), start // max(1, part)
         last = stop // max(1, part)  # ranks before it have full parts, except the first

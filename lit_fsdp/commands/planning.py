@@ -11,6 +11,7 @@ import gc
 import json
 import math
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -194,7 +195,7 @@ def run_plan(argv: Sequence[str]) -> int:
         lines.append(f"nothing fits into {gib:g} GiB: use more or larger GPUs, or a shorter data.max_seq_length")
     if options.write and best is not None:
         batch = {"data.global_batch_size": run.data.global_batch_size, "trainer.accumulate_grad_batches": None}
-        words += [word for flag in search.flags_of({**best["changes"], **batch}) for word in flag.split(" ", 1)]
+        words += [word for flag in search.flags_of({**best["changes"], **batch}) for word in shlex.split(flag)]
         values = _loaded(parser, words, gpus, nodes, "--gpus").values
         options.write.parent.mkdir(parents=True, exist_ok=True)
         options.write.write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
@@ -259,6 +260,7 @@ def _memory_table(found: Any, host: Mapping[str, int]) -> str:
         (f"between steps{where}", found.parameters + found.optimizer + found.gradients),
         ("while loading", found.parameters + found.largest_tensor),
         ("host of a node: state of cpu_offload", host["state"]),
+        *([("host of a node: offloaded activations", host["activations"])] if "activations" in host else []),
         ("host of a node: rounding of its pinned blocks", host["rounding"]),
         ("host of a node: copy for background saves", host["staged"]),
         ("host of a node: processes (assumed)", host["processes"]),

@@ -46,6 +46,8 @@ _c10d_functional.all_to_all_single
 _OFFLOADS_KEPT: Any = dict.fromkeys({"respect_saved_tensors_hooks"} & signature(checkpoint).parameters.keys(), True)
 
 _hosts: list[Any] = []  # offload contexts of the running blocks
+host_copies: list[Any] = []
+"""Of a running simulation: functions that replace the copy of a tensor to the host, and the copy back."""
 
 
 def prepare_blocks(
@@ -226,12 +228,12 @@ class _SaveOnHost(torch.autograd.graph.save_on_cpu):
 
     def __init__(self, block: nn.Module, pin_memory: bool) -> None:
         super().__init__(pin_memory=pin_memory)
-        pack, unpack = self.pack_hook, self.unpack_hook
+        pack, unpack = host_copies[-1] if host_copies else (self.pack_hook, self.unpack_hook)
 
         def is_own(tensor: torch.Tensor) -> bool:
-            where = tensor.untyped_storage().data_ptr()  # units inside the block are gathered now, or never
+            where = tensor.untyped_storage()._cdata  # units inside the block are gathered now, or never
             gathered = (p for p in block.parameters() if not isinstance(p, DTensor))
-            return any(p.untyped_storage().data_ptr() == where for p in gathered)
+            return any(p.untyped_storage()._cdata == where for p in gathered)
 
         self.pack_hook = lambda t: t if is_own(t) else pack(t)
         self.unpack_hook = lambda packed: packed if torch.is_tensor(packed) else unpack(packed)

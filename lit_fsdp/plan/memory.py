@@ -117,8 +117,9 @@ def rank_memory(run: RunConfig) -> RankMemory:
 def host_memory(run: RunConfig) -> dict[str, int]:
     """Compute the host memory in bytes of the ranks of a node, by kind and in ``total``.
 
-    The entry ``state`` is offloaded state, ``rounding`` the excess size of pinned blocks, ``staged`` the (pinned) copy
-    for background saves (for a checkpoint in one file, on the first node), and ``processes`` everything else.
+    The entry ``state`` is offloaded state, ``activations`` offloaded activations (if any), ``rounding`` the excess size
+    of the pinned blocks of state, ``staged`` the (pinned) copy for background saves (for a checkpoint in one file, on
+    the first node), and ``processes`` everything else.
     """
     assert run.world_size is not None
     strategy, state, ranks = settled_strategy(run), _largest_state(run), run.world_size // run.num_nodes
@@ -129,6 +130,8 @@ def host_memory(run: RunConfig) -> dict[str, int]:
     staged *= run.checkpoint.in_background(device_type(run) != "cpu", strategy.offloads)
     rounding = state.pop("rounding_bytes", 0) * ranks
     found = {"state": _state_of(state) * ranks * strategy.offloads, "rounding": rounding, "staged": staged}
+    if strategy.activation_config.offload_activations and device_type(run) != "cpu":
+        found["activations"] = rank_memory(run).step.host * ranks
     found["processes"] = PROCESS_BYTES * ranks
     return {**found, "total": sum(found.values())}
 
@@ -225,7 +228,8 @@ def step_time(run: RunConfig, gpu: Gpu | None) -> dict[str, float] | None:
     The entry ``exposed`` is the exposed time of communication or ``copies``, whichever takes longer: the part that
     exceeds the computation, the first gather, the last reduction. With offload every gather copies shards in their
     stored dtype, and the first reduction copies gradients to pinned memory. For further micro-batches, in unpinned
-    memory, the ``host`` waits (torch's ``foreach_reduce``), accumulates, and steps. None: the operations of this
+    memory, the ``host`` waits (torch's ``foreach_reduce``), accumulates, and steps. The entry ``activations`` is the
+    time of copies of offloaded activations, all of it exposed. None: the operations of this
     architecture, or the peak rate of the precision, are unknown.
     """
     assert run.world_size is not None
@@ -253,7 +257,9 @@ def step_time(run: RunConfig, gpu: Gpu | None) -> dict[str, float] | None:
     exchanges = _exchanged_bytes(run, model, tokens / world, TORCH_DTYPES[row.compute].itemsize) / (rate * 1e9)
     is_inside = strategy.expert_parallel <= world // run.num_nodes
     exchanges += traveling / ((gpu.link_gb_per_second if is_inside else NETWORK_GB_PER_SECOND) * 1e9)
-    copies = host = 0.0
+    copies = host = waits = 0.0
+    if strategy.activation_config.offload_activations:  # to the host and back, in the stream that computes
+        waits = 2 * forwards * rank_memory(run).step.host / (gpu.host_gb_per_second * 1e9)
     if strategy.offloads:
         state, further = _largest_state(run), reductions - 1
         gathers = forwards * (_GATHERS[strategy.sharding] or 2)
@@ -266,8 +272,9 @@ def step_time(run: RunConfig, gpu: Gpu | None) -> dict[str, float] | None:
     moved = max(communication, copies)  # gathered shards have just been copied
     exposed = max(moved - compute, min(2 * moved / (len(formula.blocks) + 2) / forwards, moved))
     found = {"compute": compute, "communication": communication, "copies": copies, "host": host}
-    found |= {"exposed": exposed + exchanges, "exchanges": exchanges}  # attention waits for them
-    return {**found, "tokens_per_second": tokens / (compute + exposed + exchanges + host)}
+    exposed += exchanges + waits  # attention waits for exchanges
+    found |= {"exposed": exposed, "exchanges": exchanges, "activations": waits}
+    return {**found, "tokens_per_second": tokens / (compute + exposed + host)}
 
 
 def _expert_params(run: RunConfig) -> set[Any]:

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import math
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +20,7 @@ import torch
 from lit_fsdp.config.data import DEFAULT_BATCH
 from lit_fsdp.config.model import LoraConfig
 from lit_fsdp.config.run import RULES, STRATEGY, RunConfig
-from lit_fsdp.config.strategy import ActivationMode
+from lit_fsdp.config.strategy import ActivationConfig, ActivationMode
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.host import EXIT_DIR
 from lit_fsdp.metrics.hardware import Gpu
@@ -58,6 +59,7 @@ class Choice:
             f"{strategy.context_config.degree} ranks share rows" if strategy.context_config.degree > 1 else "",
             f"experts over {strategy.expert_parallel} ranks" if strategy.expert_parallel > 1 else "",
             f"recompute {mode}" if mode != "none" else "",
+            "activations offloaded" if self.run.strategy.activation_config.offload_activations else "",
             "cpu_offload" if strategy.offloads else "",
             "" if lora is None else f"QLoRA ({lora.quantize})" if lora.quantize else "LoRA",
         ]
@@ -66,7 +68,16 @@ class Choice:
 
 def flags_of(changes: Mapping[str, Any]) -> list[str]:
     """Format changes of a recipe as flags to append to the command of a run."""
-    return [f"--{key} {value if isinstance(value, str) else json.dumps(value)}" for key, value in changes.items()]
+    values = {key: value if isinstance(value, str) else json.dumps(value) for key, value in changes.items()}
+    return [f"--{key} {shlex.quote(value)}" for key, value in values.items()]
+
+
+def _as_given(value: Any) -> Any:
+    """Return a value as a recipe would give it: of a section, only what differs from the defaults."""
+    if not dataclasses.is_dataclass(value):
+        return value
+    fields = ((field, getattr(value, field.name)) for field in dataclasses.fields(value))
+    return {field.name: given for field, given in fields if given != field.default}
 
 
 def with_rows(run: RunConfig, rows: int) -> RunConfig:
@@ -121,7 +132,7 @@ def _on_4_bits(lora: LoraConfig) -> LoraConfig | None:
 def changed(run: RunConfig, strategy: dict[str, Any], lora: LoraConfig | None = None) -> Choice | None:
     """Return the recipe with other arguments of the strategy, optionally with adapters; None if a rule forbids it."""
     now = {name: value for name, value in strategy.items() if getattr(run.strategy, name) != value}
-    changes: dict[str, Any] = {f"{STRATEGY}.{name}": value for name, value in now.items()}
+    changes: dict[str, Any] = {f"{STRATEGY}.{name}": _as_given(value) for name, value in now.items()}
     lora = lora or run.model.lora
     before, after = (dataclasses.asdict(config or LoraConfig()) for config in (run.model.lora, lora))
     changes |= {f"model.lora.{name}": value for name, value in after.items() if before[name] != value}
@@ -209,6 +220,10 @@ def _lighter(run: RunConfig) -> Iterator[tuple[str, Choice | None]]:
         yield f"accumulates over {steps} micro-batches; same global batch", Choice(with_rows(run, fewer), changes)
     whole = _WHOLE if run.strategy.is_sharded else {"engine": "fsdp2", **_WHOLE}
     yield "blocks are recomputed", changed(run, {"activation_checkpointing": "full"})
+    if run.trainer["accelerator"] != "cpu":
+        on_host = ActivationConfig(mode="full", offload_activations=True)
+        is_new = run.strategy.activation_config != on_host
+        yield "their inputs are in host memory", changed(run, {"activation_checkpointing": on_host}) if is_new else None
     if world == 1 and run.strategy.is_sharded:
         yield "the only rank gathers no weights", changed(run, {"engine": "single"})
     if world > 1:

@@ -15,7 +15,7 @@ import functools
 import math
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lit_fsdp.audit import CausalLMModule, device_type, settled_strategy
+from lit_fsdp.audit import CausalLMModule, device_type, pinned_excess, settled_strategy
 from lit_fsdp.config.model import PreferenceModelConfig
 from lit_fsdp.config.run import STRATEGY, RunConfig
 from lit_fsdp.config.strategy import StrategyConfig, mesh_shape
@@ -43,7 +43,7 @@ from lit_fsdp.models.packing import model_inputs
 from lit_fsdp.models.parts import RowParts, context_method
 from lit_fsdp.models.quantize import give_shapes
 from lit_fsdp.models.resolve import resolve_architecture
-from lit_fsdp.parallel.activation import prepare_blocks
+from lit_fsdp.parallel.activation import host_copies, prepare_blocks
 from lit_fsdp.parallel.expert_units import divide_experts
 from lit_fsdp.parallel.fully_sharded import apply_fully_shard, unit_options
 from lit_fsdp.parallel.mesh import build_expert_groups
@@ -54,7 +54,7 @@ _BLOCKS = 3  # input and output of the first may differ from those of the others
 _GLOO_COPIES = {torch.ops.c10d._allgather_base_.default: 0, torch.ops.c10d._reduce_scatter_base_.default: 1}
 """The argument that gloo copies while it sends (ProcessGroupGloo.cpp): output and input."""
 _Live = Counter[str]
-"""Live bytes by kind: ``work``, ``gathered``, ``reduced`` and ``gradients``."""
+"""Live bytes by kind: ``work``, ``gathered``, ``reduced`` and ``gradients``, and ``host`` for those of the host."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,7 @@ class StepMemory:
     ``kept``: activations of all blocks for the backward pass. ``at_work``: temporary tensors in one block, or in head
     and loss, including logits and gradients of activations. ``gathered``: unsharded weights, in use and prefetched.
     ``reduced``: unsharded gradients. ``gradients``: sharded gradients so far, none if offload keeps them on the host.
+    ``host``: activations of all blocks in host memory, not part of ``total``.
     The ``moment`` is ``forward`` (ends with the loss, if chunked with its gradient), ``head`` or ``blocks`` (their
     backward pass) or ``optimizer``. The numbers ``block`` and ``loss`` are the ``at_work`` bytes at the peaks of the
     backward pass of blocks, and of head and loss.
@@ -77,6 +78,7 @@ class StepMemory:
     reduced: int = 0
     block: int = 0
     loss: int = 0
+    host: int = 0
 
     @property
     def total(self) -> int:
@@ -144,12 +146,28 @@ class _Watch(TorchDispatchMode):
             return
         self._sizes[key] = (kind, size)
         self.live[kind] += size - before
-        if self.phase not in self.highest or self.live.total() > self.highest[self.phase].total():
+        if self.phase not in self.highest or _on_device(self.live) > _on_device(self.highest[self.phase]):
             self.highest[self.phase] = self.live.copy()
+
+    def to_host(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Size, torch.dtype]:
+        """Copy a tensor that is saved for the backward pass to the host, where the copy is pinned."""
+        before, self.kind = self.kind, "host"
+        pinned = tensor.new_empty(tensor.nbytes + pinned_excess(tensor.nbytes), dtype=torch.uint8)
+        self.kind = before
+        return pinned, tensor.shape, tensor.dtype
+
+    def from_host(self, copied: tuple[torch.Tensor, torch.Size, torch.dtype]) -> torch.Tensor:
+        """Copy it back."""
+        pinned, shape, dtype = copied
+        return pinned.new_empty(shape, dtype=dtype)
 
     def _end(self, key: int) -> None:
         self.resized(key, 0)
         del self._sizes[key]
+
+
+def _on_device(live: _Live) -> int:
+    return live.total() - live["host"]
 
 
 def _without_data(op: Any, *args: Any, **kwargs: Any) -> Any:
@@ -242,7 +260,7 @@ def _simulate(hf_config: Any, run: RunConfig, strategy: StrategyConfig) -> _Watc
         known = _locals([*holder.parameters(), *holder.buffers(), *given])
         watch = _Watch(known, _GLOO_COPIES if device_type(run) == "cpu" else {})
         watch.follow(blocks)
-        with watch, _engine_kinds(watch):
+        with watch, _engine_kinds(watch), _offload(watch, device_type(run)):
             with torch.autocast("cpu", TORCH_DTYPES[row.compute], enabled=autocast):
                 loss = root({**batch, NUM_TARGETS: num_targets})
             watch.phase = "head"
@@ -277,6 +295,19 @@ def _evenly_exchanged(
     rows = [min(choices[0], math.ceil(num_tokens * share_sent(len(counts_E), n, num_choices)))] * n
     counts_nE = counts_E.new_empty(n, len(group.own))
     return counts_nE, rows_n.new_empty(n), Sizes(choices, [choices[0]] * n, rows, rows)
+
+
+@contextlib.contextmanager
+def _offload(watch: _Watch, device: str) -> Iterator[None]:
+    """Count activations that are offloaded from an accelerator; on a CPU they stay where they are."""
+    if device == "cpu":
+        yield
+        return
+    host_copies.append((watch.to_host, watch.from_host))
+    try:
+        yield
+    finally:
+        host_copies.pop()
 
 
 def _engine_kinds(watch: _Watch) -> contextlib.ExitStack:
@@ -318,7 +349,7 @@ def _highest(watch: _Watch, num_blocks: int, gradient_bytes: int, accumulates: b
     forward, backward = watch.forward_ends, watch.backward_starts
     simulated = len(forward)
     further = num_blocks - simulated
-    kept = forward[-1]["work"] - forward[-2]["work"]
+    kept, host = (forward[-1][kind] - forward[-2][kind] for kind in ("work", "host"))
     each = backward[-1]["gradients"] - backward[-2]["gradients"]
     stays = forward[-2]["gathered"] - forward[0]["gathered"]  # 0 if all blocks except the last are freed after forward
     found = {"optimizer": Counter(gradients=0 if offloads else gradient_bytes)}
@@ -339,4 +370,5 @@ def _highest(watch: _Watch, num_blocks: int, gradient_bytes: int, accumulates: b
     moment, highest = max(found.items(), key=lambda pair: pair[1].total())
     block = max(live["at_work"] for phase, live in found.items() if phase.startswith("block"))
     loss = max(live["at_work"] for phase, live in found.items() if not phase.startswith("block"))
-    return StepMemory(**highest, moment=moment.partition(" ")[0].replace("block", "blocks"), block=block, loss=loss)
+    moment = moment.partition(" ")[0].replace("block", "blocks")
+    return StepMemory(**highest, moment=moment, block=block, loss=loss, host=host * num_blocks)

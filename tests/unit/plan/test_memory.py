@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import re
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -125,6 +126,32 @@ def test_the_host_holds_what_is_offloaded_in_blocks_of_powers_of_two_and_copies_
         assert (found["state"], found["rounding"], found["staged"]) == (0, 0, copies * 12 * params), words
     adapter = host_memory(loaded(recipe="llama3.1-8b_lora_fsdp2_1x80gb.yaml"))
     assert 0 < adapter["staged"] < 12 * params / 100  # of the frozen base nothing is saved
+
+
+def test_offloaded_activations_are_in_host_memory_and_priced_by_their_copies():
+    mode = "--trainer.strategy.init_args.activation_checkpointing"
+    full, offloaded, all_of_them, on_cpu = (
+        loaded(f"{mode}={given}", *more)
+        for given, more in (
+            ('{"mode": "full"}', ()),
+            ('{"mode": "full", "offload_activations": true}', ()),
+            ('{"mode": "none", "offload_activations": true}', ()),
+            ('{"mode": "full", "offload_activations": true}', ("--trainer.accelerator=cpu",)),
+        )
+    )
+    kept = rank_memory(full).step.kept
+    assert rank_memory(offloaded).step.kept == rank_memory(all_of_them).step.kept == 0
+    assert rank_memory(offloaded).step.host == kept  # inputs of blocks, of powers of two
+    assert rank_memory(full).peak - kept * 1.1 < rank_memory(offloaded).peak < rank_memory(full).peak - kept * 0.9
+    assert rank_memory(all_of_them).step.host > 5 * kept
+    ranks = 8
+    assert host_memory(offloaded)["activations"] == kept * ranks
+    assert "activations" not in {**host_memory(full), **host_memory(on_cpu)}
+    assert rank_memory(on_cpu).step.host == 0
+    forwards = (offloaded.data.global_batch_size or 0) // (offloaded.data.micro_batch_size * ranks)
+    before, after = time_of(full), time_of(offloaded)
+    assert after["activations"] == pytest.approx(2 * forwards * kept / 64e9)  # at PCIe 5.0
+    assert after["exposed"] == pytest.approx(before["exposed"] + after["activations"])
 
 
 def test_offload_is_priced_by_what_it_copies():
@@ -280,14 +307,14 @@ def test_each_line_saves_what_it_says():
     words = (*SHORT, HYBRID, "--data.micro_batch_size=4", "--data.global_batch_size=64")
     run = loaded(*words, recipe="qwen3-0.6b_full_fsdp2_8x24gb.yaml")
     found = list(savings(run))
-    strategy = ["activation_checkpointing", "sharding", "context_parallel", "cpu_offload"]
+    strategy = ["activation_checkpointing full", "offload_activations", "sharding", "context_parallel", "cpu_offload"]
     kinds = ["micro_batch", "micro_batch", *strategy, "target_modules", "nf4"]
     assert len(found) == len(kinds)
     for kind, one in zip(kinds, found, strict=True):
         assert kind in one["flags"]
         assert one["num_bytes"] > 0
-    for one in [*found[:2], *found[3:6], found[-1]]:
-        pasted = loaded(*words, *one["flags"].split(), recipe="qwen3-0.6b_full_fsdp2_8x24gb.yaml")
+    for one in [*found[:2], *found[3:7], found[-1]]:
+        pasted = loaded(*words, *shlex.split(one["flags"]), recipe="qwen3-0.6b_full_fsdp2_8x24gb.yaml")
         assert rank_memory(run).peak - rank_memory(pasted).peak == one["num_bytes"], one["flags"]
         assert pasted.data.global_batch_size == 64
     assert found[0]["flags"] == "--data.micro_batch_size 2 --trainer.accumulate_grad_batches 4"
@@ -304,8 +331,10 @@ def test_savings_follow_the_recipe():
     words = ("--data.max_seq_length=128", "--data.micro_batch_size=1")
     run = loaded(*words, recipe="llama3.1-8b_qlora_fsdp2_1x24gb.yaml")
     expected = [f"--trainer.strategy.init_args.{change}" for change in ("engine single", "cpu_offload true")]
-    assert [one["flags"] for one in savings(run)][:1] == expected[:1]
-    assert expected[1] in [one["flags"] for one in savings(run)][1]
+    flags = [one["flags"] for one in savings(run)]
+    assert "offload_activations" in flags[0]  # the recipe recomputes already
+    assert flags[1] == expected[0]
+    assert expected[1] in flags[2]
     on_cpu = dataclasses.replace(run, trainer={**run.trainer, "accelerator": "cpu"})
     assert [one["flags"] for one in savings(on_cpu)] == expected[:1]
     offloads = (f"--trainer.strategy.init_args.{word}" for word in ("engine=fsdp1", "cpu_offload=true"))
