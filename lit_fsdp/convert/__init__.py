@@ -47,7 +47,7 @@ def convert_file(kind: str, path: Path, ranks: int | None = None, num_nodes: int
     _check_format(kind, path, values)
     if kind == "accelerate":
         require(not ranks, "--ranks", ranks, "nothing: num_processes is in the file", "drop it")
-        convert_accelerate(conversion, values)
+        convert_accelerate(conversion, values, path.parent)
     elif kind == "hf-trainer":
         convert_hf_trainer(conversion, values, path.parent, ranks, num_nodes)
     else:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from lit_fsdp.convert.conversion import Conversion, Given, names, number
-from lit_fsdp.convert.deepspeed import put_engine, put_precision, put_ranks
+from lit_fsdp.convert.deepspeed import OF_ACCELERATE, put_engine, put_of_accelerate, put_precision, put_ranks
 from lit_fsdp.convert.tables import OFF, Drop, Keep, Source, Table, rows, under
-from lit_fsdp.errors import require
 
 SHARDINGS = {w: w.lower() for w in "FULL_SHARD SHARD_GRAD_OP NO_SHARD HYBRID_SHARD HYBRID_SHARD_ZERO2".split()}
 _PREFETCH = {"BACKWARD_PRE": "pre", "BACKWARD_POST": "post", "NO_PREFETCH": "none"}
@@ -41,7 +41,7 @@ _VERSION_2: Table = {
     "sync_module_states": Drop("version 2 always broadcasts from rank 0"),
     "limit_all_gathers": Drop("version 2 always limits all-gathers"),
 }
-_KINDS = {"NO": "single", "FSDP": "fsdp", "MULTI_GPU": "ddp", "MULTI_CPU": "ddp"}
+_KINDS = {"NO": "single", "FSDP": "fsdp", "DEEPSPEED": "deepspeed", "MULTI_GPU": "ddp", "MULTI_CPU": "ddp"}
 _POLICIES = {"TRANSFORMER_BASED_WRAP": "classes", "SIZE_BASED_WRAP": "min_num_params", "NO_WRAP": "auto"}
 _STARTS = Drop("torchrun, srun or Lightning starts the processes")
 _ACCELERATE: Table = {
@@ -61,20 +61,20 @@ _ACCELERATE: Table = {
         "sp_size": Drop("splitting sequences by DeepSpeed is not converted", "1"),
         **rows("cp_* sp_* enable_async_tp", Drop("it affects speed, not results")),
     }),
-    "deepspeed_config": Drop("distributed_type does not use it"),
+    **OF_ACCELERATE,
 }  # fmt: skip
 
 
-def convert_accelerate(conversion: Conversion, values: dict[str, Any]) -> None:
-    """Convert an Accelerate configuration for FSDP, DDP or a single process."""
+def convert_accelerate(conversion: Conversion, values: dict[str, Any], folder: Path) -> None:
+    """Convert an Accelerate configuration for FSDP, DeepSpeed, DDP or a single process."""
     version, table = fsdp_table(values, "1", {})
     source = Source(conversion, {**_ACCELERATE, **table}, values)
     distributed, word = source.take("distributed_type", "NO"), source.take("mixed_precision", "no")
-    fix = "run lit-fsdp convert deepspeed FILE, with the file that deepspeed_config names or its keys as JSON"
-    require(distributed.value != "DEEPSPEED", distributed.key, "DEEPSPEED", " | ".join(_KINDS), fix)
     kind = distributed.read(_KINDS)
     ranks, on_cpu = _processes(conversion, source, kind, distributed.value)
     kind = "ddp" if kind == "fsdp" and on_cpu else kind
+    if kind != "deepspeed":
+        source.ignore("deepspeed_config.", "distributed_type does not use it")
     if kind == "fsdp":
         convert_fsdp(conversion, source, version, "full" if version == "1" else "sharded", "NO_WRAP", 100_000_000)
         conversion.put("cpu_ram_efficient_loading", True)
@@ -83,14 +83,19 @@ def convert_accelerate(conversion: Conversion, values: dict[str, Any]) -> None:
             conversion.keep(degree, "context_parallel", degree.read(number))
         name = "parallelism_config.dp_shard_size"
         put_shards(conversion, source, name, degree.read(number), "parallelism_config.tp_size")
+    elif kind == "deepspeed":
+        source.ignore("fsdp_config. parallelism_config.", "DeepSpeed does not read it")
+        put_of_accelerate(conversion, source, folder, ranks, word)
     else:
         where = f"{distributed.value} does not read it" + " on a CPU" * on_cpu
         source.ignore("fsdp_config. parallelism_config.", where)
         put_engine(conversion, "", ranks)
     whole = "Accelerate trains with DDP on a CPU" if on_cpu else "the whole model on every rank"
-    note = "from the version in fsdp_config, 1 by default" if kind == "fsdp" else whole
+    notes = {"fsdp": "from the version in fsdp_config, 1 by default", "deepspeed": "from the stage of ZeRO"}
+    note = notes.get(kind, whole)
     conversion.say(distributed, f"replaced by engine: {conversion.get('engine')} ({note})")
-    put_precision(conversion, word)
+    if kind != "deepspeed":
+        put_precision(conversion, word)
     source.rest()
 
 

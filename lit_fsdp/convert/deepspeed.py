@@ -84,6 +84,19 @@ _DEEPSPEED: Table = {
 }  # fmt: skip
 
 
+OF_ACCELERATE = under("deepspeed_config", {
+    **rows("zero_stage deepspeed_config_file", None),
+    "gradient_accumulation_steps": Keep("trainer.accumulate_grad_batches"),
+    "gradient_clipping": Keep("trainer.gradient_clip_val"),
+    **rows("offload_optimizer_device offload_param_device", _DEVICE),
+    **rows("zero3_* offload_*", Drop("it is for DeepSpeed's own loading, saving and offload")),
+    **rows("deepspeed_multinode_launcher deepspeed_hostfile deepspeed_inclusion_filter deepspeed_exclusion_filter",
+           Drop("torchrun, srun or Lightning starts the processes")),
+    "deepspeed_moe_layer_cls_names": Drop("experts are in the units of their blocks"),
+})  # fmt: skip
+"""The keys of Accelerate's ``deepspeed_config``."""
+
+
 def convert_deepspeed(conversion: Conversion, values: dict[str, Any], ranks: int | None) -> None:
     """Convert a DeepSpeed configuration."""
     source = Source(conversion, _DEEPSPEED, values)
@@ -115,9 +128,32 @@ def put_deepspeed(conversion: Conversion, source: Source, folder: Path, ranks: i
     return partial(_put_rest, conversion, own, values)
 
 
+def put_of_accelerate(
+    conversion: Conversion, source: Source, folder: Path, ranks: int | None, precision: Given
+) -> None:
+    """Convert the ``deepspeed_config`` of an Accelerate file: the file that it names, or its own keys."""
+    file = source.take("deepspeed_config.deepspeed_config_file", "")
+    if not file.value:
+        stage = source.take("deepspeed_config.zero_stage", 2)
+        _keep_stage(conversion, stage, ranks)
+        put_precision(conversion, precision)
+        return
+    values = read_mapping(file.key, str(file.value), folder)
+    conversion.say(file, "replaced by its keys")
+    own = Source(conversion, _DEEPSPEED, values, "deepspeed_config_file")
+    _put_stage(conversion, own, ranks)
+    if precision.key:
+        put_precision(conversion, precision)
+    _put_rest(conversion, own, values)
+
+
 def _put_stage(conversion: Conversion, source: Source, ranks: int | None) -> None:
-    stage = source.take("zero_optimization.stage", 0)
+    _keep_stage(conversion, source.take("zero_optimization.stage", 0), ranks)
+
+
+def _keep_stage(conversion: Conversion, stage: Given, ranks: int | None) -> None:
     sharding = stage.read(_STAGES)
+    conversion.put("sharding", sharding)
     put_engine(conversion, "" if sharding == "no_shard" else "fsdp2", ranks)
     conversion.keep(stage, "sharding", sharding, f"with engine {conversion.get('engine')}")
 

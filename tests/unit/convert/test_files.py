@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from lit_fsdp.commands import run
 from lit_fsdp.convert import FORMATS, convert_file
+from lit_fsdp.convert.conversion import STRATEGY
 from lit_fsdp.errors import ConfigError
 from tests.unit.convert.inputs import convert, strategy
 
@@ -76,7 +78,7 @@ def test_refusals_name_the_key_of_the_input() -> None:
     unsynced = {"sync_module_states": False, "cpu_ram_efficient_loading": True}
     for kind, given, field in (
         ("accelerate", {"distributed_type": "XLA"}, "distributed_type"),
-        ("accelerate", {"distributed_type": "DEEPSPEED"}, "distributed_type"),
+        ("accelerate", {"distributed_type": "SAGEMAKER"}, "distributed_type"),
         ("accelerate", {**FSDP, "num_machines": 3}, "num_processes"),
         ("accelerate", {**FSDP, "fsdp_config": {"sharding_strategy": 6}}, "fsdp_config.sharding_strategy"),
         ("accelerate", {**FSDP, "fsdp_config": {"offload_params": "maybe"}}, "fsdp_config.offload_params"),
@@ -109,3 +111,33 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert f"\n# Trains differently: fsdp_config.fsdp_ignored_modules: {reason}\n\ntrainer:" in out.read_text()
     with pytest.raises(ConfigError, match="a new file"):
         run(["convert", "accelerate", str(file), "--allow-differences", "-o", str(out)])
+
+
+def test_deepspeed_in_an_accelerate_file(tmp_path: Path) -> None:
+    """Its own keys as ``accelerate config`` writes them, and a file that it names."""
+    own = {"zero_stage": 3, "gradient_accumulation_steps": 4, "gradient_clipping": 0.5, "zero3_init_flag": True}
+    own |= {"offload_optimizer_device": "none", "offload_param_device": "cpu", "deepspeed_multinode_launcher": "pdsh"}
+    given = {"distributed_type": "DEEPSPEED", "num_processes": 8, "mixed_precision": "bf16", "deepspeed_config": own}
+    found = convert("accelerate", given)
+    strategy = {"engine": "fsdp2", "sharding": "full_shard", "cpu_offload": True}
+    assert found.get(STRATEGY).items() >= strategy.items()
+    assert (found.get("precision"), found.get("trainer.devices")) == ({"mode": "mixed", "reduce_dtype": "bf16"}, 8)
+    assert found.get("trainer.accumulate_grad_batches") == 4
+    assert found.get("trainer.gradient_clip_val") == 0.5
+    assert not found.differs
+    assert not any("unknown" in fate.text for fate in found.fates)
+    default = convert("accelerate", {**given, "deepspeed_config": {"zero3_init_flag": False}})
+    assert default.get("sharding") == "shard_grad_op"  # stage 2
+    unused = convert("accelerate", {**given, "distributed_type": "MULTI_GPU"})
+    assert (unused.get("engine"), unused.get("trainer.gradient_clip_val")) == ("ddp", None)
+
+    named = {"zero_optimization": {"stage": 1}, "bf16": {"enabled": "auto"}, "train_micro_batch_size_per_gpu": 2}
+    (tmp_path / "ds.json").write_text(json.dumps(named))
+    file = tmp_path / "accelerate.yaml"
+    file.write_text(json.dumps({**given, "deepspeed_config": {"deepspeed_config_file": "ds.json"}}))
+    found = convert_file("accelerate", file)
+    assert (found.get("sharding"), found.get("data.micro_batch_size")) == ("shard_grad_op", 2)
+    assert found.get("precision.mode") == "mixed"
+    (tmp_path / "ds.json").unlink()
+    with pytest.raises(ConfigError, match="deepspeed_config_file: got ds"):
+        convert_file("accelerate", file)
