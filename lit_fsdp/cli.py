@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -78,7 +79,7 @@ class RecipeCLI(LightningCLI):
     """LightningCLI with recipes, run folder, checkpoints, resume and signals; it has the arguments of LightningCLI.
 
     Without classes, ``model`` and ``data`` of a recipe may name any LightningModule and LightningDataModule by
-    ``class_path``; the defaults are our own. ``RecipeCLI(MyModule, MyDataModule)`` in a script provides the same verbs
+    ``class_path``; the defaults are our own. In a script, ``RecipeCLI(MyModule, MyDataModule)`` provides the same verbs
     for user-defined classes. Subclasses may add arguments and callbacks in ``add_arguments_to_parser``, link them, and
     define ``before_fit``, ``fit``, ``after_fit`` and so on.
 
@@ -204,6 +205,7 @@ class RecipeCLI(LightningCLI):
         text = "checkpoint to resume from or to evaluate: last, best (by checkpoint.monitor), or a path"
         parser.add_argument("--ckpt_path", type=str | None, default=None, help=text)
         if self.shows_help:  # read by read_command_line
+            parser.format_help = partial(_without_markup, parser.format_help)  # type: ignore[method-assign]
             text = "allow classes of this package in the recipe; repeatable"
             parser.add_argument("--allow-imports", metavar="PACKAGE", help=text)
             parser.add_argument("--verbose", action="store_true", help="list the replacements of a miniature")
@@ -523,6 +525,11 @@ def resolved_recipe(argv: Sequence[str], verb: str) -> dict[str, Any]:
         ConfigError: A key, class or value that only Lightning can reject.
     """
     return _Reader(args=[verb, *argv], auto_configure_optimizers=False)._values()
+
+
+def _without_markup(format_help: Callable[[], str]) -> str:
+    """Format the help without the markup of docstrings."""
+    return re.sub(r":\w+:`~?(?:[\w.]+\.)?(\w+)`", r"\1", format_help()).replace("``", "")
 
 
 def _is_ours(cls: Any) -> bool:

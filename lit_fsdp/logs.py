@@ -5,13 +5,22 @@ from __future__ import annotations
 import logging
 import sys
 import warnings
+from typing import Any
 
 from lit_fsdp.host import is_first_process
 
 
+class _StandardError(logging.StreamHandler[Any]):
+    """Writes to the present ``sys.stderr``, which a progress bar replaces while it is open."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr
+        super().emit(record)
+
+
 def setup_logging() -> None:
     """Log our messages to standard error from the first process, warnings from all, and only warnings of Lightning."""
-    handler = logging.StreamHandler()
+    handler = _StandardError()
     handler.setFormatter(logging.Formatter("%(message)s"))
     own = logging.getLogger("lit_fsdp")
     own.addHandler(handler)

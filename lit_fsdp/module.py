@@ -73,7 +73,7 @@ _log = logging.getLogger(__name__)
 
 
 class CausalLMModule(LightningModule):
-    """A causal language model; its arguments are those of :class:`lit_fsdp.config.model.ModelConfig` (``model``)."""
+    """A causal language model; its arguments are the keys of a recipe's ``model`` section (``ModelConfig``)."""
 
     model: nn.Module | None  # the transformers model; None until it is built
     attn_implementation: str  # of the built model

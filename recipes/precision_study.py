@@ -179,7 +179,7 @@ class Watch(Callback):
 
 
 def local_parameters(module: torch.nn.Module) -> list[torch.Tensor]:
-    """What this rank holds of every parameter that is trained, a tied one once."""
+    """This rank's part of every trained parameter; a tied one once."""
     params = (param.detach() for param in module.parameters() if param.requires_grad)
     return [param.to_local() if hasattr(param, "to_local") else param for param in params]
 

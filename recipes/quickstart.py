@@ -1,7 +1,7 @@
 """Fine-tune a real model on real rows, sharded over two processes, and show what it learned.
 
-Called by ``make quickstart``; every step is a command that is printed, so that each can be run by hand. What is there
-already (the converted model, a finished training, an export) is used again; ``--fresh`` starts over.
+Called by ``make quickstart``; every step is a command that is printed, so that each can be run by hand. Existing
+results (the converted model, a finished training, an export) are used again; ``--fresh`` starts over.
 ``--method lora`` and ``--method qlora`` train adapters instead (``pip install 'lit-fsdp[qlora]'``).
 """
 
@@ -101,7 +101,7 @@ def train(run: Path, flags: list[str]) -> None:
         batches = [f"--data.micro_batch_size={micro}", f"--data.global_batch_size={micro * gpus}"]
         command += [f"--trainer.devices={gpus}", *batches]
     if any((run / "checkpoints").glob("step-*")):
-        print(f"\n{run} holds a run already: it is resumed, or kept if it is finished (--fresh starts over)")
+        print(f"\n{run} already contains a run, which is resumed, or kept if it is finished (--fresh starts over)")
         command += ["--ckpt_path", "last"]
     lit_fsdp(*command)
 
@@ -159,7 +159,7 @@ def answer(folder: str, dates: list[str]) -> list[str]:
 
 
 def same_date(text: str, wanted: str) -> bool:
-    """Whether month, day and year agree; the weekday would need arithmetic and is not asked for."""
+    """Whether month, day and year agree; the weekday would need arithmetic and is not compared."""
     dates = [re.search(r"([A-Z][a-z]+) (\d{1,2}), (\d{4})", one) for one in (text, wanted)]
     return all(dates) and dates[0].groups() == dates[1].groups()  # type: ignore[union-attr]
 

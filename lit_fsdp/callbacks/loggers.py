@@ -28,12 +28,15 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from lit_fsdp.callbacks.records import write_json
 from lit_fsdp.config.command_line import RUN_FOLDER
-from lit_fsdp.errors import require
+from lit_fsdp.errors import ConfigError, require
 from lit_fsdp.host import cache_root
 
 _log = logging.getLogger(__name__)
 _NAME = "loggers.json"
-_PACKAGES = {"WandbLogger": "wandb", "MLFlowLogger": "mlflow", "CometLogger": "comet_ml", "NeptuneLogger": "neptune"}
+_PACKAGES = {
+    "WandbLogger": "wandb", "MLFlowLogger": "mlflow", "CometLogger": "comet_ml", "NeptuneLogger": "neptune",
+    "TensorBoardLogger": "tensorboard",  # or tensorboardX
+}  # fmt: skip
 _ARGUMENTS = {
     "TensorBoardLogger": "version",
     "WandbLogger": "id",
@@ -171,7 +174,7 @@ def check_loggers(config: Any) -> None:
     """Refuse a logger in a parsed ``trainer`` section whose package is not installed."""
     for name in (logger.class_path.rpartition(".")[2] for logger in _named(config)):
         package = _PACKAGES.get(name)
-        is_there = package is None or importlib.util.find_spec(package) is not None
+        is_there = package is None or any(importlib.util.find_spec(one) for one in (package, f"{package}X"))
         given, fix = f"{name}, whose package {package} is not installed", f"pip install {package}"
         require(is_there, "trainer.logger", given, "a logger with an installed package", fix)
 
@@ -226,7 +229,16 @@ def _open_store(given: Any, tries: int = 5) -> None:
     It is retried because concurrent access by others, such as ``mlflow ui``, makes it fail.
     """
     uri, name = given.get("tracking_uri") or os.environ.get("MLFLOW_TRACKING_URI", ""), given.get("experiment_name")
-    if "://" not in uri or uri.startswith(("http", "file:")) or importlib.util.find_spec("mlflow") is None:
+    uri = uri or f"file:{given.get('save_dir') or './mlruns'}"  # Lightning's default
+    if uri.startswith("http") or importlib.util.find_spec("mlflow") is None:
+        return
+    if "://" not in uri or uri.startswith("file:"):
+        try:
+            importlib.import_module("mlflow").MlflowClient(uri)
+        except Exception as error:  # file stores are refused from 3.7 on
+            shown = f"MLFlowLogger with {uri} ({str(error).partition('. ')[0]})"
+            fix = "set tracking_uri: sqlite:///mlflow.db, or leave it out"
+            raise ConfigError("trainer.logger", shown, "a database or server", fix) from None
         return
     from filelock import FileLock
 

@@ -38,7 +38,7 @@ def summary_of(trainer: Trainer, verb: str, seconds: float, first_step: int) -> 
     if verb != "fit":
         lines = [f"{verb} {took}{numbers}{memory}; written to {folder / f'{verb}-metrics.csv'}"]
         if trainer.ckpt_path and isinstance(saved, Checkpoint) and can_export:
-            command = ["export", "--ckpt", str(trainer.ckpt_path), "--out", f"{folder}/export/{verb}"]
+            command = ["export", "--ckpt", str(trainer.ckpt_path), "--out", f"{folder}/export/model"]
             lines.append(f"next: lit-fsdp {shlex.join(command)}")
         return "\n".join(lines)
     step, epochs = trainer.global_step, trainer.max_epochs or -1

@@ -73,14 +73,15 @@ class Throughput(Callback):
     on_save_checkpoint = on_validation_start  # type: ignore[assignment]  # whose names the arguments have
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *batch: Any) -> None:
-        """Count this batch; after an optimizer step log every ``log_every_n_steps``."""
+        """Count this batch; after an optimizer step log every ``log_every_n_steps``, and after the last."""
         totals: torch.Tensor | None = getattr(pl_module, "step_totals", None)
         is_step, self._seen_step = trainer.global_step != self._seen_step, trainer.global_step
         counts = None
         if is_step and totals is not None and self._is_warm:
             self._steps += 1
             self._sum = totals if self._sum is None else self._sum + totals
-            if trainer.global_step % max(1, trainer.log_every_n_steps) == 0:  # type: ignore[attr-defined]
+            is_last = trainer.global_step == trainer.estimated_stepping_batches
+            if is_last or trainer.global_step % max(1, trainer.log_every_n_steps) == 0:  # type: ignore[attr-defined]
                 counts = step_counts(self._sum.tolist())  # waits for the device
         now = time.perf_counter()
         self._seconds += 0.0 if self._mark is None else now - self._mark

@@ -120,7 +120,8 @@ def read_manifest(folder: Path | str) -> Manifest:
     """
     folder = Path(folder)
     if not os.path.lexists(folder / MANIFEST):
-        raise CheckpointError(f"{folder / MANIFEST}: {NOT_ONE}")
+        missing = f"{folder} does not exist; see lit-fsdp ckpt ls RUN for the checkpoints of a run"
+        raise CheckpointError(f"{folder / MANIFEST}: {NOT_ONE}" if folder.exists() else missing)
     path = inside(folder, MANIFEST)
     with naming(path):
         text = path.read_bytes()

@@ -26,7 +26,7 @@ from lit_fsdp.checkpoint.files import MANIFEST, naming, sync_folder
 from lit_fsdp.checkpoint.manifest import NOT_ONE, Manifest, read_manifest
 from lit_fsdp.config.run import CheckpointConfig, RunConfig
 from lit_fsdp.errors import CheckpointError, ConfigError, require
-from lit_fsdp.host import is_first_process, is_launched_by_lightning, is_requeued
+from lit_fsdp.host import is_first_process, is_launched_by_lightning, is_requeued, say_once
 
 FOLDER = "checkpoints"
 STEP_NAME = re.compile(r"step-(\d+)")
@@ -115,8 +115,9 @@ def choose(
         raise CheckpointError("\n".join([text, *lines]))
     order = [entry.path for entry in (found[::-1] if word == "last" else ranked(found, monitor, mode))]
     if not order:
-        names = sorted({name for entry in found for name in entry.metrics})
-        raise CheckpointError(f"{flag[2:]} best: no checkpoint has a value of {monitor}, only of {names}; use last")
+        names = ", ".join(sorted({name for entry in found for name in entry.metrics}))
+        others = f"only of {names}" if names else "as no validation ran before they were saved"
+        raise CheckpointError(f"{flag[2:]} best: no checkpoint has a value of {monitor}, {others}; use last")
     text = "\n".join([f"{flag[2:]} {word}: a checkpoint that may take precedence is damaged", *lines])
     if broken and not fallback:
         other = ", or add --resume.fallback true" if flag == "--ckpt_path" else ""
@@ -193,6 +194,9 @@ def find_resume(verb: str, word: str | None, run_folder: Path, config: Checkpoin
     if not word:
         if verb == "fit" and not is_launched_by_lightning():  # otherwise the first process has already checked
             refuse_used(run_folder, there)
+        if verb != "fit" and any(found.damage is None for found in there) and is_first_process():
+            text = "uses the weights of model.name, although the run folder has checkpoints; for the last one, add"
+            say_once(f"{verb} {text} --ckpt_path last")
         return Resume(None)
     if word == "last" and is_requeued() and not there:
         return Resume(None)

@@ -87,5 +87,7 @@ def run(argv: list[str]) -> int:
     if verb in _VERBS:
         module = importlib.import_module(f"lit_fsdp.commands.{_MODULES.get(verb, verb)}")
         return int(getattr(module, f"run_{verb}")(rest))
-    near = VERBS.get(verb.lower().replace("-", "_")) or (difflib.get_close_matches(verb, _VERBS, n=1) or ["fit"])[0]
-    raise ConfigError("command line", verb, ", ".join(_VERBS), f"lit-fsdp {near} ...")
+    alike = difflib.get_close_matches(verb, _VERBS, n=1, cutoff=0.7)
+    near = "fit" if verb[:1] == "-" else VERBS.get(verb.lower().replace("-", "_")) or "".join(alike)
+    fix = f"lit-fsdp {near} ..." if near else "see lit-fsdp --help"
+    raise ConfigError("command line", verb, ", ".join(_VERBS), fix)

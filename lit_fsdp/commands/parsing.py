@@ -82,6 +82,8 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Name
         words, flags = list(argv), [action.option_strings[0] for action in parser._actions if action.option_strings]
         if words[1:2] and not words[1].startswith("-") and "--prompt" in flags:
             words[1:] = ["--prompt", *words[1:]]
+        elif words[1:2] and not words[1].startswith("-") and needed[1:]:
+            words[1:] = [needed[1].option_strings[-1], *words[1:]]
         fix = f"write {parser.prog} {needed[0].option_strings[0]} {shlex.join(words)}"
         raise ConfigError(parser.prog, f"{argv[0]} without a flag", "flags and their values", fix)
     flags = [flag for action in parser._actions for flag in action.option_strings]

@@ -119,7 +119,8 @@ def load_recipe(argv: Sequence[str], verb: str, also: Sequence[str] = ()) -> Loa
         also: The verb's own flags, for suggestions in the error about an unknown flag.
     """
     line = read_command_line(argv)
-    require(not line.print_config, "--print_config", "a verb other than fit", "fit", "lit-fsdp fit ... --print_config")
+    verbs = "fit | validate | test | predict"
+    require(not line.print_config, "--print_config", f"with {verb}", verbs, "write lit-fsdp fit ... --print_config")
     parsed, foreign, is_preference = _parsed(line, also), *line.kinds
     parsed.pop("config", None)
     model, data = (None if name in foreign else parsed[name] for name in OWN_CLASSES)

@@ -203,15 +203,15 @@ def _nearest(name: str, *groups: Iterable[str], least: float = TYPO) -> str | No
     last, words = name.rpartition(".")[2], name.replace(".", "_").replace("-", "_")
     ends = last not in ("name", "path", "type")  # keys of several sections
 
-    def likeness(one: str) -> float:
+    def likeness(one: str) -> tuple[float, float]:
         end = one.rpartition(".")[2]
-        if (ends and end in (last, *name.split("-"))) or one.replace(".", "_") == words:
-            return 1.0
         whole, part = (difflib.SequenceMatcher(None, *both).ratio() for both in ((one, name), (end, last)))
-        return max(whole, part) if part >= 0.6 else 0.0
+        if (ends and end in (last, *name.split("-"))) or one.replace(".", "_") == words:
+            return 1.0, whole
+        return (max(whole, part) if part >= 0.6 else 0.0), whole
 
     for names in groups:
-        score, near = max(((likeness(one), one) for one in names), default=(0.0, ""))
+        (score, _), near = max(((likeness(one), one) for one in names), default=((0.0, 0.0), ""))
         if near and score >= least:
             return near
     return None

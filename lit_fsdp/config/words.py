@@ -78,7 +78,8 @@ _KEYS = {
     "data.num_workers": "dataloader_num_workers", "data.num_tokenizers": "dataset_num_proc preprocessing_num_workers",
 }  # fmt: skip
 _VERBS = {
-    "fit": "launch train finetune fine_tune finetune_full finetune_lora sft lora qlora dpo tune pretrain run",
+    "fit": "launch train finetune fine_tune finetune_full finetune_lora sft lora qlora tune pretrain run",
+    "fit --model lit_fsdp.PreferenceModule": "dpo orpo ipo simpo",
     "validate": "eval evaluate", "generate --model": "chat infer inference serve ask", "doctor": "env",
     "export --merge": "merge merge_lora", "export --ckpt": "convert_to_hf convert_from_litgpt merge_weights "
     "merge_sharded_fsdp_weights push upload", "bench": "benchmark",
@@ -243,7 +244,8 @@ def as_flag(error: ConfigError, argv: Sequence[str], known: Collection[str]) -> 
         return fix + alternative
     key, value = found[1], (found[2] or "").strip("'\"")
     beside = f"{field.rpartition('.')[0]}.{key}"
-    key = next((one for one in (key, beside) if one in known or one.startswith(_ARGUMENTS)), "")
+    is_sibling = is_unknown and "." in field and key.rpartition(".")[0] == field.rpartition(".")[0]  # of a class
+    key = next((one for one in (key, beside) if one in known or one.startswith(_ARGUMENTS) or is_sibling), "")
     _, equals, own = argv[flags[-1]].partition("=")
     following = list(itertools.takewhile(lambda word: not word.startswith("--"), argv[flags[-1] + 1 :]))
     if not equals:

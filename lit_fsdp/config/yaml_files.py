@@ -156,6 +156,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         # the error's text quotes the line, which may contain a secret
         mark, why = getattr(error, "problem_mark", None), getattr(error, "problem", type(error).__name__)
+        if "expected ':'" in why:  # the line of the key, not of what follows
+            mark = getattr(error, "context_mark", None) or mark
         why = f"{why} in line {mark.line + 1}" if mark else why
         raise ConfigError("--config", f"{path}, which is not YAML ({why})", "YAML", "fix that line") from None
     kind = "a list" if isinstance(content, list) else "a text or number"

@@ -145,10 +145,14 @@ def preference_sides(row: Mapping[str, Any], location: str) -> list[dict[str, An
     prompt = row.get("prompt")
     kind = str if isinstance(chosen, str) else (list, tuple)
     if not isinstance(chosen, kind) or not isinstance(rejected, kind):
-        given = f"chosen is {_shown(chosen)} and rejected {_shown(rejected)}"
         likely = _likely(set(map(str, row)))
         columns = ", ".join(f"{ours}: {theirs}" for ours, theirs in likely.items())
-        fix = f"\n  fix:     set data.columns: {{{columns}}}" if {"chosen", "rejected"} & likely.keys() else ""
+        columns = columns if {"chosen", "rejected"} & likely.keys() else ""
+        given = f"chosen is {_shown(chosen)} and rejected {_shown(rejected)}"
+        if chosen is None and rejected is None:
+            given = f"no columns chosen and rejected, only {', '.join(map(str, row))}"
+            columns = columns or "chosen: COLUMN, rejected: COLUMN"
+        fix = f"\n  fix:     set data.columns: {{{columns}}}" if columns else ""
         raise DataError(f"{location}: {given}\n  allowed: two texts, or two lists of messages{fix}")
     if prompt is None or (isinstance(prompt, str) and kind is not str):
         if chosen == rejected:

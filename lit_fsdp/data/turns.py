@@ -198,7 +198,12 @@ class AssistantTurns:
             else:
                 spans = self._marked(rendered, turns, index, marks)
             body = "".join(text[a:b] for a, b in spans)
-            if not _is_whole(conversation.messages[index], turns[index], body) or min(chain(*spans), default=-1) < 0:
+            message = conversation.messages[index]
+            if not _is_whole(message, turns[index], body) or min(chain(*spans), default=-1) < 0:
+                called = _called(message)
+                if called and not any(name in text for name in called):
+                    given = f"the chat template does not write the tool calls of message {index + 1} (assistant)"
+                    raise DataError(f"{location}: {given}\n  fix:     set data.chat_template: chatml")
                 raise DataError(
                     f"{location}: the chat template does not write message {index + 1} (assistant) in full, so it "
                     "cannot be masked\n  fix:     set a data.chat_template with {% generation %} … {% endgeneration %} "
@@ -371,6 +376,11 @@ def _with_ends(conversation: Conversation, numbers: Collection[int]) -> Conversa
             marked[end] = f"{marked[end]}{last}"
             tools[i - len(messages)] = {**tool, "function": marked}
     return replace(conversation, messages=messages, tools=conversation.tools and tools)
+
+
+def _called(message: Any) -> list[str]:
+    """The names of the functions that a message calls."""
+    return [str(call.get("function", call).get("name")) for call in message.get("tool_calls") or ()]
 
 
 def _is_missing(content: str, text: str) -> bool:

@@ -35,7 +35,7 @@ class Chat:
     """A conversation with the model in ``folder``, through its chat template.
 
     Runs in bf16 on CUDA and on CPUs with bf16 instructions, else in fp32. A base that was quantized for training is
-    quantized again. ``base`` of an adapter defaults to the base that its folder names.
+    quantized again. The default ``base`` of an adapter is the one that its folder names.
 
     Raises:
         ConfigError: The folder has no model or adapter, or the base cannot be found or is a different model.

@@ -76,7 +76,7 @@ class FSDP1Strategy(EngineStrategy, FSDPStrategy):
         return root
 
     def unit_options(self) -> dict[str, Any]:
-        """Keyword arguments of FSDP1 for one unit; ``wrap()`` in ``configure_model`` gets them."""
+        """Keyword arguments of FSDP1 for one unit, also for ``wrap()`` in ``configure_model``."""
         row, config, mixed = self.config.precision_config.row, self.config, None
         # Warnings that one rank shards nothing and that no_shard is deprecated: the recipe already decides both.
         warnings.filterwarnings("ignore", message=".*(NO_SHARD|switching to use).*")

@@ -170,7 +170,7 @@ def _facts(run: RunFiles) -> dict[str, str]:
     if start := audit.get("started"):
         facts["last start"] = f"{start[:19].replace('T', ' ')} UTC"
         seconds = (datetime.fromisoformat(audit.get("ended", start)) - datetime.fromisoformat(start)).total_seconds()
-        facts |= {"duration since": str(timedelta(seconds=round(seconds)))} if "ended" in audit else {}
+        facts |= {"duration": str(timedelta(seconds=round(seconds)))} if "ended" in audit else {}
     facts["optimizer steps"] = f"{done:,} of {limit:,}" if limit > 0 else f"{done:,}"
     losses = {name: run.metrics[name].last for name in ("train_loss", "val_loss") if name in run.metrics}
     if final := [f"{name} {_number(last[1])}" for name, last in losses.items() if last]:

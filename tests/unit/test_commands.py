@@ -10,7 +10,7 @@ from lit_fsdp import __main__, commands
 from lit_fsdp.checkpoint.run_folder import Resume, find_resume
 from lit_fsdp.checkpoint.store import save_checkpoint
 from lit_fsdp.config.run import CheckpointConfig
-from lit_fsdp.errors import ConfigError
+from lit_fsdp.errors import CheckpointError, ConfigError
 
 
 def refused(*words: str) -> ConfigError:
@@ -35,10 +35,28 @@ def test_help_is_a_result_and_no_words_are_a_mistake(capsys):
 
 
 def test_an_unknown_verb_gets_the_nearest():
-    for word, near in (("fits", "fit"), ("exprot", "export"), ("xyz", "fit"), ("--config", "fit")):
+    for word, fix in (
+        ("fits", "lit-fsdp fit ..."),
+        ("exprot", "lit-fsdp export ..."),
+        ("dpo", "lit-fsdp fit --model lit_fsdp.PreferenceModule ..."),
+        ("xyz", "see lit-fsdp --help"),
+        ("--config", "lit-fsdp fit ..."),
+    ):
         error = refused(word)
-        assert error.fix == f"lit-fsdp {near} ..."
+        assert error.fix == fix
         assert {"fit", "export", "doctor"} <= set(error.allowed.split(", "))
+
+
+def test_an_evaluation_says_that_checkpoints_are_not_used(tmp_path, capsys):
+    folder = tmp_path / "run"
+    assert find_resume("validate", None, folder, CheckpointConfig(), False) == Resume(None)
+    assert capsys.readouterr().err == ""
+    save_checkpoint(folder / "checkpoints/step-00000001", {}, {}, {"global_step": 1}, "full")
+    assert find_resume("validate", None, folder, CheckpointConfig(), False) == Resume(None)
+    assert capsys.readouterr().err.endswith("for the last one, add --ckpt_path last\n")
+    missing = tmp_path / "nothing"
+    with pytest.raises(CheckpointError, match=f"^{missing} does not exist; see lit-fsdp ckpt ls"):
+        find_resume("test", str(missing), folder, CheckpointConfig(), False)
 
 
 def test_who_refuses_a_used_run_folder(tmp_path, monkeypatch):

@@ -213,7 +213,25 @@ def test_the_store_of_mlflow_is_tried_again_a_few_times(tmp_path: Path, monkeypa
         assert made == [uri] * tries + ([("mine", None)] if 0 < failures < tries else [])
 
 
-def test_a_logger_without_its_package_is_refused_and_stores_are_in_the_run_folder(tmp_path: Path):
+def test_a_file_store_that_mlflow_refuses_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def refuse(uri: str) -> None:
+        raise RuntimeError("The filesystem tracking backend is in maintenance mode. To migrate, ...")
+
+    module = ModuleType("mlflow")
+    module.MlflowClient, module.__spec__ = refuse, ModuleSpec("mlflow", None)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "mlflow", module)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    for given, shown in (({"tracking_uri": "file:./mine"}, "file:./mine"), ({"save_dir": "mine"}, "file:mine")):
+        init = Namespace(**{"tracking_uri": None, "save_dir": "./mlruns", "experiment_name": "x", **given})
+        config = {"logger": [Namespace(class_path="lightning.pytorch.loggers.MLFlowLogger", init_args=init)]}
+        with pytest.raises(ConfigError) as refused:
+            resume_loggers(config, tmp_path, None)
+        backend = "The filesystem tracking backend is in maintenance mode"
+        assert refused.value.given == f"MLFlowLogger with {shown} ({backend})"
+        assert "sqlite:///mlflow.db" in refused.value.fix
+
+
+def test_a_logger_without_its_package_is_refused_and_stores_are_in_the_run_folder(tmp_path: Path, monkeypatch):
     def section(path: str, **given: Any) -> Any:
         return Namespace(
             logger=[Namespace(class_path=f"lightning.pytorch.loggers.{path}", init_args=Namespace(**given))]
@@ -223,6 +241,13 @@ def test_a_logger_without_its_package_is_refused_and_stores_are_in_the_run_folde
         check_loggers(section("NeptuneLogger"))
     assert refused.value.fix == "pip install neptune"
     check_loggers(section("CSVLogger"))
+    found = {"tensorboardX"}
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if name in found else None)
+    check_loggers(section("TensorBoardLogger"))
+    found.clear()
+    with pytest.raises(ConfigError, match="TensorBoardLogger, whose package tensorboard is not installed"):
+        check_loggers(section("TensorBoardLogger"))
+    monkeypatch.undo()
     check_loggers(Namespace(logger=False))
     wandb, mlflow = (
         section("WandbLogger", save_dir="."),

@@ -76,7 +76,7 @@ def test_the_other_verbs_name_their_numbers_and_files(tmp_path: Path):
     trainer.checkpoint_callback = Checkpoint()
     said, following = summary_of(trainer, "validate", 2, 0).splitlines()
     assert said.startswith("validate of run/checkpoints/step-00000050 took 0:00:02, val_loss 0.5000, peak")
-    assert following == f"next: lit-fsdp export --ckpt {trainer.ckpt_path} --out {tmp_path}/export/validate"
+    assert following == f"next: lit-fsdp export --ckpt {trainer.ckpt_path} --out {tmp_path}/export/model"
     trainer.ckpt_path = None
     assert "test_loss 0.7500" in summary_of(trainer, "test", 2, 0)
     assert summary_of(trainer, "predict", 2, 0) == "predict took 0:00:02, peak memory 2.00 GiB per rank"

@@ -254,12 +254,14 @@ def test_of_validation_rows_and_a_split_the_one_given_later_holds(load: Any) -> 
 def test_files_and_rows_that_are_none(load: Any, tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text("- a\n")
     (tmp_path / "broken.yaml").write_text("a: [\n")
+    (tmp_path / "colon.yaml").write_text("trainer:\n  devices: 1\n  max_epochs 2\nmodel:\n  name: x\n")
     (tmp_path / "empty.yaml").write_text("# nothing\n")
     (tmp_path / "twice.yaml").write_text("trainer: {max_steps: 5}\nmodel: {}\ntrainer: {devices: 1}\n")
     for name, needle in (
         ("recip.yaml", "recipe.yaml"),
         ("recipe.yaml", "list"),
         ("broken.yaml", "not YAML"),
+        ("colon.yaml", "could not find expected ':' in line 3"),
         ("empty.yaml", "which is empty"),
         ("twice.yaml", "(key trainer occurs twice in line 3)"),
     ):

@@ -158,6 +158,8 @@ def test_a_fix_is_a_flag_to_paste_with_the_users_value(capsys: pytest.CaptureFix
         assert f"fix:     {said}" in capsys.readouterr().err, words
     assert main(["generate", "runs/my", "Hi there"]) == 2
     assert capsys.readouterr().err.endswith("write lit-fsdp generate --model runs/my --prompt 'Hi there'\n")
+    assert main(["export", "runs/x", "y"]) == 2
+    assert capsys.readouterr().err.endswith("fix:     write lit-fsdp export --ckpt runs/x --out y\n")
     for words, fix in (("generate runs/my run", "--model 'runs/my run'"), ("export runs/x", "--ckpt runs/x")):
         verb, _, path = words.partition(" ")
         assert main([verb, path]) == 2

@@ -153,7 +153,7 @@ def test_what_cannot_be_mixed_packed_or_trained_on_is_refused(tmp_path: Path, gi
         ({"packing": True}, None, "data.packing: got true"),
         ({}, False, "PreferenceModule"),
         ({"streaming": True}, False, "PreferenceModule"),
-        ({"train": plain}, True, "plain.jsonl:1: chosen is NoneType"),
+        ({"train": plain}, True, "plain.jsonl:1: no columns chosen and rejected, only prompt, completion"),
         ({"train": [{"source": plain, "format": "prompt_completion"}]}, True, "one completion"),
     ]:
         data = CausalLMDataModule(**{**given, **options})

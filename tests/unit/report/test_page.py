@@ -69,7 +69,7 @@ def test_what_a_run_folder_holds(tmp_path: Path, capsys: pytest.CaptureFixture[s
     glance = dict(page.tables["At a glance"])
     assert glance["optimizer steps"] == "4 of 6"
     assert glance["engine"] == "fsdp2, hybrid_shard, 8 ranks, 4 copies"
-    assert [glance[name] for name in ("status", "last start", "duration since")] == [
+    assert [glance[name] for name in ("status", "last start", "duration")] == [
         "stopped",
         "2031-01-02 03:04:05 UTC",
         "1:00:01",
