@@ -83,12 +83,9 @@ def parser_error(message: str, known: Iterable[str]) -> ConfigError:
         is_known = "model.optim" in every if meant.startswith(("model.lora.", "model.class_path")) else False
         is_known |= meant.partition(":")[0] in every and not full.startswith(_LISTS)
         near = meant if is_known else _nearest(wanted_key, beside, every)
-        if (
-            not near
-            and not full.startswith(_LISTS)
-            and (meant := here_with_typo(wanted_key)).partition(":")[0] in every
-        ):
-            near = meant
+        typo = "" if near or full.startswith(_LISTS) else here_with_typo(wanted_key)
+        near = typo if typo.partition(":")[0] in every else near
+        near = {"model": "model.name", "data": "data.train"}.get(near or "", near)
         if parent == "model" and name.rpartition(".")[2] in {field.name for field in dataclasses.fields(LoraConfig)}:
             near = f"model.lora.{name.rpartition('.')[2]}"  # unknown to the parser if lora is null
         fix = f"write {near}" if near else "remove it"

@@ -68,9 +68,19 @@ def takes_fields(section: type[Any], returns: Any = None) -> Callable[[F], F]:
 
 def refuse_positional(name: str, section: type[Any], given: tuple[Any, ...]) -> None:
     """Raise :class:`ConfigError` for positional arguments of a function that passes its arguments to ``section``."""
-    first = dataclasses.fields(section)[0].name
-    fix = f"write {name}({first}={given[0]!r})" if given else ""
+    hints = typing.get_type_hints(section)
+    fields = [field.name for field in dataclasses.fields(section)]
+    takers = [field for field in fields if given and given[0] in _choices(hints[field])]
+    fix = f"write {name}({[*takers, *fields][0]}={given[0]!r})" if given else ""
     require(not given, name, ", ".join(map(repr, given)), "arguments by name", fix)
+
+
+def _choices(hint: Any) -> list[Any]:
+    """The values of all literals in a type."""
+    options = typing.get_args(hint)
+    return (
+        [*options] if typing.get_origin(hint) is typing.Literal else [one for part in options for one in _choices(part)]
+    )
 
 
 def _texts_of(section: type[Any]) -> dict[str, str]:

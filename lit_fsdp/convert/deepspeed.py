@@ -46,7 +46,7 @@ _DEEPSPEED: Table = {
         "params.total_num_steps": Keep("trainer.max_steps", why="the schedule ends with the run here"),
     }),
     **under("optimizer", {
-        "type": Drop("lit_fsdp uses AdamW", "adam adamw fusedadam"),
+        "type": Drop("lit_fsdp uses AdamW; others: model.optim.class_path", "adam adamw fusedadam"),
         "params.lr": Keep("model.optim.lr"),
         "params.betas": Keep("model.optim.beta1 model.optim.beta2"),
         "params.eps": Keep("model.optim.eps"),

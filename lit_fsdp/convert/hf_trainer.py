@@ -30,7 +30,8 @@ ARGUMENTS: Table = {
     "adam_epsilon": Keep("model.optim.eps"),
     "lr_scheduler_type": Keep("model.optim.schedule", _SCHEDULES, other="this schedule is not supported"),
     "lr_scheduler_kwargs.min_lr_rate": Keep("model.optim.min_lr_ratio"),
-    "optim": Drop("lit_fsdp uses AdamW", "adamw_torch adamw_torch_fused adamw_hf paged_adamw paged_adamw_32bit "
+    "optim": Drop("lit_fsdp uses AdamW; others: model.optim.class_path",
+                  "adamw_torch adamw_torch_fused adamw_hf paged_adamw paged_adamw_32bit "
                   "default_optim"),
     "save_total_limit": Keep("checkpoint.keep_last", why="and the best checkpoint"),
     "output_dir": Keep("trainer.default_root_dir", lambda key, value: value or None),

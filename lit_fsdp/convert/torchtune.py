@@ -49,7 +49,7 @@ _TORCHTUNE: Table = {
     "enable_activation_checkpointing": Keep("activation_checkpointing.mode", {"true": "full", "false": None}),
     "fsdp_reshard_after_forward": Keep("sharding", {"true": "full_shard", "false": "shard_grad_op"}),
     "lr_scheduler.num_warmup_steps": Keep("model.optim.warmup_steps", why="the first step has 1/n of the rate, not 0"),
-    "optimizer._component_": Drop("lit_fsdp uses AdamW", "torch.optim.adamw"),
+    "optimizer._component_": Drop("lit_fsdp uses AdamW; others: model.optim.class_path", "torch.optim.adamw"),
     "optimizer.*": Drop("lit_fsdp uses torch's fused AdamW"),
     "lr_scheduler._component_": Drop("this schedule is not supported", f"torchtune.training.lr_schedulers.{_COSINE} "
                                      f"torchtune.modules.{_COSINE}"),
@@ -60,7 +60,7 @@ _TORCHTUNE: Table = {
     **rows("tokenizer.* model.* checkpointer._component_ checkpointer.checkpoint_files checkpointer.model_type",
            Drop("the folder of the model defines it")),
     **rows("checkpointer.* save_* keep_last_n_checkpoints resume_from_checkpoint metric_logger.* log_* "
-           "batch_size_val", Drop("checkpoint, trainer.logger or the validation of the recipe determines it")),
+           "batch_size_val", Drop("the sections checkpoint, trainer and data of the recipe set it")),
     "profiler.*": Drop("lit-fsdp profile records steps"),
     "ref_checkpointer.*": Drop("the reference is the model that training starts from"),
     **rows("custom_sharded_layers memory_efficient_fsdp_wrap ac_* low_cpu_ram optimizer_in_bwd cudnn* fsdp_* "

@@ -14,7 +14,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 import lit_fsdp
-from lit_fsdp import CausalLMDataModule, CausalLMModule
+from lit_fsdp import CausalLMDataModule, CausalLMModule, fsdp_strategy
 from lit_fsdp.cli import _Reader, resolved_recipe
 from lit_fsdp.config.command_line import RUN_FOLDER, read_command_line
 from lit_fsdp.config.data import DataConfig, accumulation_steps
@@ -298,6 +298,9 @@ def test_python_callers_are_told_the_same() -> None:
     assert build(ModelConfig, {"optim": made.optim}, "model").optim == made.optim
     assert refused(build, ModelConfig, {"optim": {"lrr": 1}}, "model").fix == "write model.optim.lr"
     assert refused(build, ModelConfig, {"learning_rate": 1}, "model").fix == "write model.optim.lr"
+    assert refused(build, ModelConfig, {"model": "gpt2"}, "model").fix == "write model.name"
+    assert refused(fsdp_strategy, "full_shard").fix == "write fsdp_strategy(sharding='full_shard')"
+    assert refused(fsdp_strategy, "fsdp1").fix == "write fsdp_strategy(engine='fsdp1')"
     recipe = {"trainer": {"max_steps": 1}, "model": {"name": "x"}, "data": {"train": "r"}}
     assert check_recipe(recipe, "fit").num_nodes == 1
 
