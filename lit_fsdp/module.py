@@ -89,7 +89,7 @@ class CausalLMModule(LightningModule):
         refuse_positional("CausalLMModule", ModelConfig, names)
         kwargs = vars(build(ModelConfig, kwargs, "model"))
         self.config = ModelConfig(**kwargs)  # jsonargparse finds the allowed arguments through this call
-        require(self.config.name, "model.name", "null", "a hub name, folder, GGUF file or config", "name the model")
+        require(self.config.name, "model.name", "no value", "a hub name, folder, GGUF file or config", "set model.name")
         self.model = None
         self._weights: Weights | LoraWeights | None = None
         self._adapter_config: dict[str, Any] | None = None

@@ -112,14 +112,14 @@ class Throughput(Callback):
     def read_device(self, trainer: Trainer, pl_module: LightningModule) -> str:
         """Read the device's peak and the recomputation of the live blocks; return why MFU is unknown, if so."""
         if self._formula is None:
-            return f"MFU –: FLOPs are not counted: {self._reason}"
+            return f"MFU is not logged, as FLOPs are not counted: {self._reason}"
         live = {clean_name(name): module for name, module in pl_module.named_modules()}
         blocks: dict[str, Any] = {name: live.get(f"model.{name}") for name in self._formula.blocks}
         self._words = {name: recomputes(getattr(block, "module", block)) for name, block in blocks.items() if block}
         self._ranks, device, multiplies = trainer.world_size, trainer.strategy.root_device, _multiplies(trainer)
         name = device_name(device)
         self._peak = peak_flops(name, multiplies)
-        return "" if self._peak else f"MFU –: no peak rate is known for {multiplies} on {name}"
+        return "" if self._peak else f"MFU is not logged: no peak rate is known for {multiplies} on {name}"
 
     def rates(self, counts: Mapping[str, float], seconds: float) -> dict[str, float]:
         """The known values of ``model_tflops_per_rank``, ``mfu`` and ``hfu``; counts are over all ranks."""

@@ -110,8 +110,9 @@ def choose(
         broken = [entry for entry in broken if entry.step > found[-1].step]
     lines = [f"  {entry.path} is damaged: {entry.damage}" for entry in reversed(broken)]
     if not found:
-        held = ", ".join(sorted(path.name for path in Path(run_folder).glob("*"))[:12]) or "nothing"
-        text = f"{flag[2:]} {word}: no complete checkpoint in {run_folder}/{FOLDER}; in {run_folder}: {held}"
+        content = ", ".join(sorted(path.name for path in Path(run_folder).glob("*"))[:12])
+        where = f"{run_folder} contains {content}" if content else f"{run_folder} is empty, or does not exist"
+        text = f"{flag[2:]} {word}: no complete checkpoint in {run_folder}/{FOLDER}; {where}"
         raise CheckpointError("\n".join([text, *lines]))
     order = [entry.path for entry in (found[::-1] if word == "last" else ranked(found, monitor, mode))]
     if not order:

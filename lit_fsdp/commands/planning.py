@@ -159,11 +159,13 @@ def run_plan(argv: Sequence[str]) -> int:
         lines.append(f"this recipe on a host of {host_gib:g} GiB: {verdict}")
     if taken is not None:
         kinds = {"communication": "communication", "copies": "copying from and to the host"}
+        kinds["activations"] = "copying activations from and to the host"
         moved = " and ".join(f"{taken[kind]:.2f} s {text}" for kind, text in kinds.items() if taken[kind])
         rate = f" (a node sends {memory.NETWORK_GB_PER_SECOND:g} GB/s)"
         lines.append(
             f"{taken['compute'] + taken['exposed'] + taken['host']:.3g} seconds per step: {taken['compute']:.3g} "
-            f"computing at {memory.PEAK_SHARE:.0%} of the peak, {taken['host']:.3g} waiting and stepping on the host; "
+            f"computing at {memory.PEAK_SHARE:.0%} of the peak"
+            + (f", {taken['host']:.3g} waiting and stepping on the host; " if taken["host"] else "; ")
             + (f"{taken['exposed']:.2f} s of {moved} is exposed{rate}; " if moved else "")
             + f"{taken['tokens_per_second']:,.0f} tokens/s"
         )

@@ -210,7 +210,7 @@ def _logger_is_a_class(run: RunConfig) -> None:
 
 def _has_a_model(run: RunConfig) -> None:
     named = "model" in run.foreign or run.model.name
-    require(named, "model.name", "null", "a hub name, folder, GGUF file or config", "name the model")
+    require(named, "model.name", "no value", "a hub name, folder, GGUF file or config", "set model.name")
 
 
 def _has_data(run: RunConfig) -> None:

@@ -140,12 +140,12 @@ def read_yaml(path: Path) -> dict[str, Any]:
     if not path.is_file():
         folder = path.parent if path.parent.is_dir() else Path()
         near = difflib.get_close_matches(path.name, [p.name for p in folder.glob("*.y*ml")], n=3, cutoff=0.3)
-        there = ", ".join(str(folder / name) for name in near) or f"no similar name in {folder.resolve().name}/"
+        there = "".join(f", such as {folder / name}" for name in near[:1])
         _, ships = shipped_file(str(path), ".yaml")
-        allowed = f"an existing YAML file: {there}; or a name that lit-fsdp recipes ls prints"
+        allowed = f"an existing YAML file{there}; or a name that lit-fsdp recipes ls prints"
         close = difflib.get_close_matches(path.name, near, n=1, cutoff=0.8)
         fix = f"write --config {folder / close[0]}" if close else "check the path"
-        fix = f"write --config {ships[0]}" if ships else fix
+        fix = f"write --config {min(ships, key=len)}" if ships else fix
         fix = f"write --config {path / 'recipe.yaml'}" if (path / "recipe.yaml").is_file() else fix
         raise ConfigError("--config", path, f"{allowed}: {', '.join(ships)}" if ships else allowed, fix)
     text = path.read_text(encoding="utf-8", errors="replace")

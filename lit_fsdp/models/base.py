@@ -72,7 +72,7 @@ def weights_hash(folder: Path) -> str:
 class BaseWeights:
     """Reads the tensors of a base one at a time by their transformers names, with the values adapters were trained on.
 
-    ``saved`` is the result of :func:`describe_base`.
+    The argument ``saved`` is the result of :func:`describe_base`.
     """
 
     def __init__(self, source: ModelSource, saved: Mapping[str, Any], trust_remote_code: bool) -> None:
@@ -114,7 +114,7 @@ def find_base(
 ) -> ModelSource:
     """Resolve the base of adapters, or ``name`` instead, at the revision used in training.
 
-    ``saved`` is the result of :func:`describe_base`. If it has only ``name``, nothing is compared.
+    The argument ``saved`` is the result of :func:`describe_base`. If it has only ``name``, nothing is compared.
     """
     fields = (*_DRAWN_FROM, "config_overrides")
     options: dict[str, Any] = {field: saved[field] for field in fields if saved.get(field)}

@@ -49,7 +49,7 @@ def resolve_model(config: ModelConfig, with_weights: bool = True) -> ModelSource
         CheckpointError: Files are damaged, lack tensors, or cannot be converted.
     """
     name: Any = config.name
-    require(name is not None, _FIELD, "null", "a hub name, folder, GGUF file or config", "name the model")
+    require(name is not None, _FIELD, "no value", "a hub name, folder, GGUF file or config", "set model.name")
     hf_config, folder = _find(name, config, with_weights and not config.miniature)
     is_random = isinstance(name, Mapping) or name.endswith(".json")
     if config.config_overrides:

@@ -180,7 +180,11 @@ def test_refused_at_once_without_torch(tmp_path: Path) -> None:
     for words, code, needles in (
         (["--model.optim.warmup", "1"], 2, ["model.optim.warmup: got a key", "write --model.optim.warmup_steps 1"]),
         (["--data.micro_batch_size", "3"], 2, ["got 4 with micro_batch_size 3 on 2 ranks", "set global_batch_size: 6"]),
-        (["--ckpt_path", "last"], 1, ["no complete checkpoint in other/checkpoints; in other: nothing"]),
+        (
+            ["--ckpt_path", "last"],
+            1,
+            ["no complete checkpoint in other/checkpoints; other is empty, or does not exist"],
+        ),
     ):
         done = lit_fsdp("fit", *SMOKE, "--trainer.default_root_dir", "other", *words, cwd=tmp_path)
         assert (done.returncode, done.stdout) == (code, "")

@@ -126,10 +126,10 @@ def test_no_made_up_share(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a peak that is unknown, of what the compiler chooses to recompute, of somebody else's module."""
     for device, name, shown in (("cpu", "", "CPU"), ("cuda", "Some GPU", "Some GPU")):
         found, said = meter(Module(), device, name)
-        assert said == f"MFU –: no peak rate is known for bf16 on {shown}"
+        assert said == f"MFU is not logged: no peak rate is known for bf16 on {shown}"
         assert list(found.rates(COUNTS, 1.0)) == ["model_tflops_per_rank"]
     found, said = meter(nn.Linear(2, 2), "cuda", "NVIDIA H200")
-    assert said == "MFU –: FLOPs are not counted: the module contains no transformers model"
+    assert said == "MFU is not logged, as FLOPs are not counted: the module contains no transformers model"
     assert found.rates(COUNTS, 1.0) == {}
     monkeypatch.setattr(throughput, "recomputes", lambda block: "budget 0.5")
     found, said = meter(Module(), "cuda", "NVIDIA H200")
