@@ -76,7 +76,7 @@ _EMPTY = "The answer is empty: the model ended its turn at once, or generated on
 
 def run_generate(argv: Sequence[str]) -> int:
     """Run ``lit-fsdp generate`` and return the exit code."""
-    text = "Answer a prompt, or chat line by line, with an exported model or adapter and its chat template; "
+    text = "Answer a prompt, or chat line by line, greedily, with an exported model or adapter and its chat template; "
     text += "in bf16, or in fp32 on a CPU without bf16 instructions."
     parser = verb_parser("generate", text, "lit-fsdp generate --model model --prompt 1969-07-20")
     parser.add_argument("--model", required=True, help="model folder, or folder of an adapter")
