@@ -46,8 +46,8 @@ from lit_fsdp.config.sections import typed
 from lit_fsdp.config.strategy import StrategyConfig
 from lit_fsdp.config.yaml_files import use_loader
 from lit_fsdp.datamodule import CausalLMDataModule
-from lit_fsdp.errors import ConfigError, OutOfMemory, RefusedByLightning, require
-from lit_fsdp.exit_codes import exit_code_of, is_lost
+from lit_fsdp.errors import ConfigError, RefusedByLightning, require
+from lit_fsdp.exit_codes import exit_code_of, is_lost, is_out_of_memory
 from lit_fsdp.host import follows_first_task, is_launched_by_lightning, is_requeued, resume_collection, wait_for_first
 from lit_fsdp.launch.launcher import adopt_step, check_launch
 from lit_fsdp.launch.ranks import LAUNCHED_RANKS
@@ -59,7 +59,7 @@ from lit_fsdp.module import CausalLMModule
 from lit_fsdp.parallel.base import EngineStrategy, check_finders
 from lit_fsdp.parallel.units import plan_for
 from lit_fsdp.plan.memory import compared_memory
-from lit_fsdp.plan.search import advice, is_out_of_memory
+from lit_fsdp.plan.search import advice
 from lit_fsdp.redaction import redact_values
 from lit_fsdp.report.page import report_of
 from lit_fsdp.signals import SIGNAL_FLAGS
@@ -377,8 +377,6 @@ class RecipeCLI(LightningCLI):
             if subcommand == "fit" and is_out_of_memory(error) and hasattr(self, "_declared"):
                 kind = "gpu" if is_accelerator(self.trainer.strategy.root_device) else "cpu"
                 error.add_note(advice(self._declared, folder / "recipe.yaml", kind, self.line.allow_imports))
-            if is_out_of_memory(error):
-                raise OutOfMemory(error) from error
             if isinstance(error, _REFUSALS) and not isinstance(error, ConfigError) and _is_lightnings(error):
                 raise RefusedByLightning(error) from error
             raise

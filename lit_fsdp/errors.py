@@ -5,8 +5,6 @@ All errors that a user can cause are of these types; the command line prints the
 
 from __future__ import annotations
 
-import os
-import traceback
 from typing import Any
 
 
@@ -57,16 +55,6 @@ def require(ok: Any, field: str, given: Any, allowed: str, fix: str = "") -> Non
     """Raise :class:`ConfigError` unless ``ok``."""
     if not ok:
         raise ConfigError(field, given, allowed, fix)
-
-
-class OutOfMemory(RuntimeError):
-    """An allocation that failed in a verb, with the notes of the original error; names the last line outside torch."""
-
-    def __init__(self, error: BaseException) -> None:
-        frames = traceback.extract_tb(error.__traceback__)
-        frame = next((one for one in reversed(frames) if f"{os.sep}torch{os.sep}" not in one.filename), frames[-1])
-        text = f"out of memory in {frame.filename}, line {frame.lineno}: {frame.line}"
-        super().__init__("\n".join([text, str(error), *getattr(error, "__notes__", ())]))
 
 
 class CheckpointError(RuntimeError):

@@ -15,7 +15,6 @@ from lit_fsdp.errors import (
     ContractError,
     DataError,
     NonFiniteGradientError,
-    OutOfMemory,
     RefusedByLightning,
 )
 from lit_fsdp.host import EXIT_LOST, first_one_speaks, global_rank, is_first_process, is_launched_by_lightning, tell_job
@@ -51,7 +50,7 @@ def _exit_code_of(act: Callable[[], int], debug: bool) -> int:
         if isinstance(error, RefusedByLightning) and is_launched_by_lightning():
             return 2  # the first process prints it
         return _say(str(error), 2)
-    except (CheckpointError, ContractError, DataError, NonFiniteGradientError, OutOfMemory) as error:
+    except (CheckpointError, ContractError, DataError, NonFiniteGradientError) as error:
         if debug:
             traceback.print_exc()
         notes = getattr(error, "__notes__", ()) if is_lost(error) else ()
@@ -62,6 +61,8 @@ def _exit_code_of(act: Callable[[], int], debug: bool) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:
+        if is_out_of_memory(error) and not debug:
+            return _say("\n".join([_where(error), str(error), *getattr(error, "__notes__", ())]), 1)
         lost = _lost(error)
         closed = _CLOSED.search(str(error)) if lost and isinstance(error, RuntimeError) else None
         if closed and not debug:  # the traceback of the rank that ended is the one to read
@@ -69,6 +70,21 @@ def _exit_code_of(act: Callable[[], int], debug: bool) -> int:
             return _say("\n".join([f"{closed[0]}: {lost}", *others]), EXIT_LOST)
         traceback.print_exc()
         return EXIT_LOST if lost else 1
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocator of an accelerator, torch's CPU allocator or Python itself ran out of memory."""
+    texts = ("CUDA error: out of memory", "DefaultCPUAllocator: can't allocate")
+    # torch's class by name, as most commands run without torch
+    is_one = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    return is_one or any(text in str(error) for text in texts)
+
+
+def _where(error: BaseException) -> str:
+    """The last line outside torch that an error about memory passed."""
+    frames = traceback.extract_tb(error.__traceback__)
+    frame = next((one for one in reversed(frames) if f"{os.sep}torch{os.sep}" not in one.filename), frames[-1])
+    return f"out of memory in {frame.filename}, line {frame.lineno}: {frame.line}"
 
 
 def is_lost(error: BaseException) -> bool:

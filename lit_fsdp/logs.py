@@ -8,6 +8,7 @@ import warnings
 from typing import Any
 
 from lit_fsdp.host import is_first_process
+from lit_fsdp.redaction import redact
 
 
 class _StandardError(logging.StreamHandler[Any]):
@@ -16,6 +17,10 @@ class _StandardError(logging.StreamHandler[Any]):
     def emit(self, record: logging.LogRecord) -> None:
         self.stream = sys.stderr
         super().emit(record)
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Redact the message here: the bar wraps lines before they reach the redacting stream."""
+        return redact(super().format(record))
 
 
 def setup_logging() -> None:

@@ -232,26 +232,27 @@ def _open_store(given: Any, tries: int = 5) -> None:
     uri = uri or f"file:{given.get('save_dir') or './mlruns'}"  # Lightning's default
     if uri.startswith("http") or importlib.util.find_spec("mlflow") is None:
         return
-    if "://" not in uri or uri.startswith("file:"):
-        try:
-            importlib.import_module("mlflow").MlflowClient(uri)
-        except Exception as error:  # file stores are refused from 3.7 on
-            shown = f"MLFlowLogger with {uri} ({str(error).partition('. ')[0]})"
-            fix = "set tracking_uri: sqlite:///mlflow.db, or leave it out"
-            raise ConfigError("trainer.logger", shown, "a database or server", fix) from None
-        return
     from filelock import FileLock
 
+    is_file = "://" not in uri or uri.startswith("file:")
     lock = cache_root() / f"mlflow-{hashlib.sha256(uri.encode()).hexdigest()[:16]}.lock"
     lock.parent.mkdir(parents=True, exist_ok=True)
     for left in reversed(range(tries)):
         try:
             with FileLock(lock):
                 client = importlib.import_module("mlflow").MlflowClient(uri)
+                if is_file:
+                    return
                 if name and client.get_experiment_by_name(name) is None:
                     client.create_experiment(name, given.get("artifact_location"))
                 return
         except Exception as error:  # depends on the database
+            if is_file and type(error).__name__ != "MlflowException":
+                return  # Lightning's logger raises it again
+            if is_file:  # file stores are refused from 3.7 on
+                shown = f"MLFlowLogger with {uri} ({str(error).partition('. ')[0]})"
+                fix = "set tracking_uri to a database, such as sqlite:///mlflow.db"
+                raise ConfigError("trainer.logger", shown, "a database or server", fix) from None
             if not left:
                 raise
             _log.info("MLflow's store could not be opened (%s); %d more tries", type(error).__name__, left)

@@ -94,8 +94,7 @@ class RunProgress(ProgressBar):
             what = "saving a checkpoint"
         text = f"{what}: {now - self._stepped:.0f} s so far"
         if (bar := self._bar) is not None:
-            if what != "next step":
-                bar.update(TaskID(0), description=text)
+            bar.update(TaskID(0), description=self._text if what == "next step" else text)
         elif now - self._printed >= _SILENCE_SECONDS:
             self._say(text)
 

@@ -25,8 +25,8 @@ from lit_fsdp.config.words import (
     ROWS_FILES,
     TYPO,
     UNKNOWN_KEY,
+    fix_of_typo,
     here,
-    here_with_typo,
     logger_meant,
     section_fix,
 )
@@ -83,12 +83,11 @@ def parser_error(message: str, known: Iterable[str]) -> ConfigError:
         is_known = "model.optim" in every if meant.startswith(("model.lora.", "model.class_path")) else False
         is_known |= meant.partition(":")[0] in every and not full.startswith(_LISTS)
         near = meant if is_known else _nearest(wanted_key, beside, every)
-        typo = "" if near or full.startswith(_LISTS) else here_with_typo(wanted_key)
-        near = typo if typo.partition(":")[0] in every else near
         near = {"model": "model.name", "data": "data.train"}.get(near or "", near)
         if parent == "model" and name.rpartition(".")[2] in {field.name for field in dataclasses.fields(LoraConfig)}:
             near = f"model.lora.{name.rpartition('.')[2]}"  # unknown to the parser if lora is null
-        fix = f"write {near}" if near else "remove it"
+        typo = "" if near or full.startswith(_LISTS) else fix_of_typo(wanted_key)
+        fix = f"write {near}" if near else typo or "remove it"
         fix = ELSEWHERE.get(wanted_key.rpartition(".")[2].replace("-", "_"), fix) if not is_known else fix
         is_word = f": {name}" in message  # not a flag
         ships, alike = shipped_file(name, ".yaml") if is_word else (None, [])
@@ -103,7 +102,7 @@ def parser_error(message: str, known: Iterable[str]) -> ConfigError:
         if not names and (owner := re.search(r"given class_path '([\w.]+)\.(\w+)'", message)):  # a foreign class
             cls = getattr(importlib.import_module(owner[1]), owner[2])
             beside = [one for one in inspect.signature(cls).parameters if one not in ("args", "kwargs")]
-            near = _nearest(full.rpartition(".")[2], beside)
+            near = _nearest(full.rpartition(".")[2], beside, least=0.6)
             fix = f"write {full.rpartition('.')[0]}.{near}" if near else "remove it"
             return ConfigError(full, UNKNOWN_KEY, f"an argument of {owner[2]}: {', '.join(beside)}", fix)
         if not names:
@@ -205,6 +204,9 @@ def _nearest(name: str, *groups: Iterable[str], least: float = TYPO) -> str | No
         whole, part = (difflib.SequenceMatcher(None, *both).ratio() for both in ((one, name), (end, last)))
         if (ends and end in (last, *name.split("-"))) or one.replace(".", "_") == words:
             return 1.0, whole
+        is_part = min(len(end), len(last)) >= 4 and (end in last or last in end)
+        if is_part and one.rpartition(".")[0] == name.rpartition(".")[0]:  # default_root_dir for root_dir
+            return max(whole, part, TYPO), whole
         return (max(whole, part) if part >= 0.6 else 0.0), whole
 
     for names in groups:

@@ -17,7 +17,8 @@ TYPO = 0.84
 _S, _LOGGER = "trainer.strategy.init_args", "trainer.logger: {class_path: lightning.pytorch.loggers"
 _KEYS = {
     "seed_everything": "seed random_seed", "data.seed": "data_seed", "data.cache_dir": "dataset_prepared_path",
-    "ckpt_path": "resume_from_checkpoint resume_from resume_checkpoint auto_resume_from_checkpoints",
+    "ckpt_path": "resume_from_checkpoint resume_from resume_checkpoint auto_resume_from_checkpoints checkpoint_path "
+    "ckpt load_checkpoint",
     "trainer.max_epochs": "epochs num_epochs num_train_epochs n_epochs", "trainer.accelerator": "device",
     "trainer.max_steps": "num_steps total_steps max_train_steps num_training_steps max_iters train_iters",
     "trainer.accumulate_grad_batches": "gradient_accumulation_steps gradient_accumulation_iters "
@@ -69,7 +70,7 @@ _KEYS = {
     "data.val": "validation validation_file eval_file eval_dataset test_datasets",
     "data.packing": "sample_packing packed",
     "data.val_split": "val_set_size val_split_fraction", "data.columns": "dataset_text_field column_map",
-    "data.chat_template": "chat_template_path chat_template_jinja prompt_style",
+    "data.chat_template": "chat_template_path chat_template_jinja prompt_style template",
     "data.supervise: all": "mask_prompt", "data.train_on_prompt": "train_on_inputs train_on_input",
     "data.train_on_prompt: false": "assistant_only_loss completion_only_loss",
     "data.max_seq_length": "max_length max_seq_len seq_len seq_length sequence_len cutoff_len block_size",
@@ -98,8 +99,8 @@ _VALUES = {
     **{(key, "false"): "data.train_on_prompt: true" for key in ("assistant_only_loss", "completion_only_loss")},
     **{(key, "true"): "ckpt_path: last" for key in ("resume_from_checkpoint", "auto_resume_from_checkpoints")},
     **{(key, name): f"{_S}.precision: {mode}" for key in ("dtype", "torch_dtype") for name, mode in (
-        ("bfloat16", "bf16-true"), ("bf16", "bf16-true"), ("float32", "fp32"), ("float16", "16-mixed"),
-        ("fp16", "16-mixed"))},
+        ("bfloat16", "bf16-true"), ("bf16", "bf16-true"), ("float32", "fp32"), ("fp32", "fp32"), ("auto", "auto"),
+        ("fp8", "fp8"), ("float16", "16-mixed"), ("fp16", "16-mixed"))},
     ("metric_for_best_model", "eval_loss"): "checkpoint.monitor: val_loss",
     ("metric_for_best_model", "loss"): "checkpoint.monitor: val_loss",
     ("strategy", "fsdp"): f"{_S}.engine: fsdp2", ("strategy", "ddp"): f"{_S}.engine: ddp",
@@ -169,10 +170,10 @@ def here(name: str) -> str:
     return HERE.get(name) or HERE.get(name.rpartition(".")[2], "")
 
 
-def here_with_typo(name: str) -> str:
-    """Our name for a misspelled key of another trainer; empty if none is similar."""
+def fix_of_typo(name: str) -> str:
+    """The fix for a misspelled key of another trainer, which a value may change; empty if none is similar."""
     near = difflib.get_close_matches(name.rpartition(".")[2].replace("-", "_"), HERE, n=1, cutoff=TYPO)
-    return HERE[near[0]] if near else ""
+    return f"if {near[0]} is meant: write {HERE[near[0]]}" if near else ""
 
 
 def logger_meant(name: str) -> str:
@@ -215,6 +216,7 @@ _LISTS = (f"{_S}.wrap", "slurm.setup", "slurm.extra", "slurm.command", "slurm.co
 """Keys with lists of text."""
 _SEVERAL = ("data.train", "data.val", "data.test", "data.predict", "model.lora.target_modules", *_LISTS)
 """Keys that accept a list, which shells and users give as several words."""
+_FALSE = ("false", "no", "none", "null", "off", "0")
 _LOSSES = ("ipo", "orpo", "simpo")
 _ARGUMENTS = ("model.lora.", "model.class_path", "trainer.callbacks.", "trainer.logger.")
 """Beginnings of keys that no parser lists, as they depend on other values."""
@@ -233,12 +235,18 @@ def as_flag(error: ConfigError, argv: Sequence[str], known: Collection[str]) -> 
             if match := re.fullmatch(form, word):
                 return f"write --{field} {shlex.quote(match[1] or after)}"
         return fix
+    words, own_key = [underscored(word) for word in argv], field.rpartition(".")[2].replace("-", "_")
+    if (
+        own_key in ELSEWHERE
+        and fix[:9] != "remove it"
+        and any(f"--{field}={no}" in words or _follows(words, f"--{field}", no) for no in _FALSE)
+    ):
+        return "remove it"
     if is_unknown and field in argv and (several := _several(argv, list(argv).index(field))):
         return several
     fix, *others = re.split(r"(?<=[\]}]), or ", fix, maxsplit=1)
     found = re.fullmatch(r"(?:write|set) ([\w.]+)(?:: ([\[{].*|[^\s,;]+))?", fix)
     alternative = "".join(f", or {other}" for other in others)
-    words, own_key = [underscored(word) for word in argv], field.rpartition(".")[2].replace("-", "_")
     flags = [index for index, word in enumerate(words) if re.match(rf"--{re.escape(field)}(=|$)", word)]
     if not found or not flags:
         return fix + alternative
@@ -252,9 +260,11 @@ def as_flag(error: ConfigError, argv: Sequence[str], known: Collection[str]) -> 
         own = f"[{','.join(following)}]" if len(following) > 1 else "".join(following)
     if meant := _VALUES.get((own_key, own.lower())):
         key, _, value = meant.partition(": ")
-    elif own_key in ("optim", "optimizer") and (path := optimizer_path(own)):
+    elif (own_key in ("optim", "optimizer") or (is_unknown and key == "model.optim.optimizer")) and (
+        path := optimizer_path(own)
+    ):
         key, value = "model.optim.optimizer", path
-    elif value and key != field and own.lower() in ("false", "no", "none", "null", "off", "0"):
+    elif (value or key.startswith("model.lora.use_")) and key != field and own.lower() in _FALSE:
         return "remove it"
     if not key or (not value and (not is_unknown or own_key in _OTHER_MEANING.split())):
         return fix + alternative
@@ -266,6 +276,10 @@ def as_flag(error: ConfigError, argv: Sequence[str], known: Collection[str]) -> 
         return f"write --model {value}" + (f" --model.preference.loss {own.lower()}" if own.lower() in _LOSSES else "")
     counts = " (in micro-batches: multiply by trainer.accumulate_grad_batches)" if own_key in _STEPS else ""
     return f"write --{key} {value}{counts}{alternative}"
+
+
+def _follows(words: Sequence[str], one: str, other: str) -> bool:
+    return (one, other) in itertools.pairwise(words)
 
 
 def _several(argv: Sequence[str], index: int) -> str:

@@ -175,7 +175,8 @@ class Conversion:
         """Return the recipe as YAML, with comments about its source, missing settings and accepted differences."""
         differences = (f"Trains differently: {fate.key}: {fate.text}" for fate in self.fates if fate.differs)
         lines = (f"Converted from {source}.", *self.to_give, *differences)
-        head = "\n".join(f"# {' '.join(line.split())}" for line in lines)
+        shown = ("".join(c if c.isprintable() else " " for c in line) for line in lines)
+        head = "\n".join(f"# {' '.join(line.split())}" for line in shown)
         ordered = {name: self.recipe[name] for name in _SECTIONS if name in self.recipe}
         return f"{head}\n\n{yaml.safe_dump(ordered, sort_keys=False, allow_unicode=True, width=110)}"
 

@@ -133,7 +133,7 @@ def put_of_accelerate(
 ) -> None:
     """Convert the ``deepspeed_config`` of an Accelerate file: the file that it names, or its own keys."""
     file = source.take("deepspeed_config.deepspeed_config_file", "")
-    if not file.value:
+    if str(file.value or "none").lower() == "none":
         stage = source.take("deepspeed_config.zero_stage", 2)
         _keep_stage(conversion, stage, ranks)
         put_precision(conversion, precision)

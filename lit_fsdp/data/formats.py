@@ -149,7 +149,7 @@ def preference_sides(row: Mapping[str, Any], location: str) -> list[dict[str, An
         columns = ", ".join(f"{ours}: {theirs}" for ours, theirs in likely.items())
         columns = columns if {"chosen", "rejected"} & likely.keys() else ""
         given = f"chosen is {_shown(chosen)} and rejected {_shown(rejected)}"
-        if chosen is None and rejected is None:
+        if not {"chosen", "rejected"} & row.keys():
             given = f"no columns chosen and rejected, only {', '.join(map(str, row))}"
             columns = columns or "chosen: COLUMN, rejected: COLUMN"
         fix = f"\n  fix:     set data.columns: {{{columns}}}" if columns else ""

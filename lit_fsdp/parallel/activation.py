@@ -223,12 +223,23 @@ def _offloaded(block: nn.Module, forward: Callable[..., Any], pin_memory: bool) 
     return _in_training(block, forward, offloaded)
 
 
+def _pinned(tensor: torch.Tensor) -> tuple[torch.device, torch.Tensor]:
+    """Copy a tensor to pinned memory with its strides.
+
+    The pinned copies of ``save_on_cpu`` are contiguous (torch 2.15), so that recomputation with ``selective`` would run
+    other operations than the forward pass: delete when they keep strides.
+    """
+    copied = torch.empty_like(tensor, device="cpu", pin_memory=True)
+    copied.copy_(tensor)
+    return tensor.device, copied
+
+
 class _SaveOnHost(torch.autograd.graph.save_on_cpu):
     """torch's ``save_on_cpu`` that does not copy parameters, because the engine frees and gathers them itself."""
 
     def __init__(self, block: nn.Module, pin_memory: bool) -> None:
         super().__init__(pin_memory=pin_memory)
-        pack, unpack = host_copies[-1] if host_copies else (self.pack_hook, self.unpack_hook)
+        pack, unpack = host_copies[-1] if host_copies else (_pinned if pin_memory else self.pack_hook, self.unpack_hook)
 
         def is_own(tensor: torch.Tensor) -> bool:
             where = tensor.untyped_storage()._cdata  # units inside the block are gathered now, or never

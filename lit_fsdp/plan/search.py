@@ -15,12 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from lit_fsdp.config.data import DEFAULT_BATCH
 from lit_fsdp.config.model import LoraConfig
 from lit_fsdp.config.run import RULES, STRATEGY, RunConfig
-from lit_fsdp.config.strategy import ActivationConfig, ActivationMode
+from lit_fsdp.config.strategy import ActivationMode
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.host import EXIT_DIR
 from lit_fsdp.metrics.hardware import Gpu
@@ -221,8 +219,10 @@ def _lighter(run: RunConfig) -> Iterator[tuple[str, Choice | None]]:
     whole = _WHOLE if run.strategy.is_sharded else {"engine": "fsdp2", **_WHOLE}
     yield "blocks are recomputed", changed(run, {"activation_checkpointing": "full"})
     if run.trainer["accelerator"] != "cpu":
-        on_host = ActivationConfig(mode="full", offload_activations=True)
-        is_new = run.strategy.activation_config != on_host
+        before = run.strategy.activation_config
+        mode = before.mode if before.mode in ("full", "every_n") else "full"
+        on_host = dataclasses.replace(before, mode=mode, memory_budget=None, offload_activations=True)
+        is_new = before != on_host
         yield "their inputs are in host memory", changed(run, {"activation_checkpointing": on_host}) if is_new else None
     if world == 1 and run.strategy.is_sharded:
         yield "the only rank gathers no weights", changed(run, {"engine": "single"})
@@ -239,12 +239,6 @@ def _lighter(run: RunConfig) -> Iterator[tuple[str, Choice | None]]:
     yield "LoRA", changed(run, {}, lora)
     if smaller := _on_4_bits(lora):
         yield "QLoRA", changed(run, {}, smaller)
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a GPU allocator, torch's CPU allocator or Python itself ran out of memory."""
-    texts = ("CUDA error: out of memory", "DefaultCPUAllocator: can't allocate")
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(text in str(error) for text in texts)
 
 
 def advice(run: RunConfig, recipe: Path, accelerator: str, allow_imports: Sequence[str] = ()) -> str:

@@ -149,17 +149,18 @@ class _Watch(TorchDispatchMode):
         if self.phase not in self.highest or _on_device(self.live) > _on_device(self.highest[self.phase]):
             self.highest[self.phase] = self.live.copy()
 
-    def to_host(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Size, torch.dtype]:
+    def to_host(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Size, tuple[int, ...], torch.dtype]:
         """Copy a tensor that is saved for the backward pass to the host, where the copy is pinned."""
         before, self.kind = self.kind, "host"
         pinned = tensor.new_empty(tensor.nbytes + pinned_excess(tensor.nbytes), dtype=torch.uint8)
+        strides = torch.empty_like(tensor).stride()  # as of a copy
         self.kind = before
-        return pinned, tensor.shape, tensor.dtype
+        return pinned, tensor.shape, strides, tensor.dtype
 
-    def from_host(self, copied: tuple[torch.Tensor, torch.Size, torch.dtype]) -> torch.Tensor:
+    def from_host(self, copied: tuple[torch.Tensor, torch.Size, tuple[int, ...], torch.dtype]) -> torch.Tensor:
         """Copy it back."""
-        pinned, shape, dtype = copied
-        return pinned.new_empty(shape, dtype=dtype)
+        pinned, shape, strides, dtype = copied
+        return pinned.new_empty_strided(shape, strides, dtype=dtype)
 
     def _end(self, key: int) -> None:
         self.resized(key, 0)

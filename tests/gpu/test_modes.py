@@ -69,6 +69,7 @@ MODES: dict[str, dict[str, Any]] = {
     "full": {"activation_checkpointing": "full"},
     "offload": {"activation_checkpointing": {"offload_activations": True}},
     "full, offload": {"activation_checkpointing": {"mode": "full", "offload_activations": True}},
+    "selective, offload": {"activation_checkpointing": {"mode": "selective", "offload_activations": True}},
     "budget 0.5": {"compile": True, "activation_checkpointing": {"mode": "memory_budget", "memory_budget": 0.5}},
     "budget 0": {"compile": True, "activation_checkpointing": {"mode": "memory_budget", "memory_budget": 0.0}},
 }

@@ -31,7 +31,7 @@ def test_help_is_a_result_and_no_words_are_a_mistake(capsys):
     assert out == ""
     assert err.startswith("usage: lit-fsdp VERB")
     for words in (["fit"], ["audit"], ["plan"], ["data", "inspect"], ["slurm", "render"], ["model", "prepare"]):
-        assert (refused(*words).field, refused(*words).given) == ("model.name", "null")
+        assert (refused(*words).field, refused(*words).given) == ("model.name", "no value")
 
 
 def test_an_unknown_verb_gets_the_nearest():

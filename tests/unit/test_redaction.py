@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import logging
 import threading
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from lit_fsdp import redaction
 from lit_fsdp.__main__ import main
 from lit_fsdp.config.parser import load_recipe
 from lit_fsdp.errors import ConfigError
+from lit_fsdp.logs import _StandardError
 
 CANARY = "canary-4f1d9c"
 SECOND = 'other"canary\\77'
@@ -132,3 +135,13 @@ def test_threads_that_die(capsys, monkeypatch):
         thread.start()
         thread.join()
     assert capsys.readouterr().err.endswith("RuntimeError: ***\n")
+
+
+def test_log_lines_are_redacted_before_a_bar_wraps_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They follow the present standard error, which a progress bar replaces."""
+    monkeypatch.setenv("HF_TOKEN", "hf_abcdefghijklmnopqrstuvwxyz012345")
+    handler, written = _StandardError(), io.StringIO()
+    monkeypatch.setattr("sys.stderr", written)
+    record = logging.makeLogRecord({"msg": "url https://user:hf_abcdefghijklmnopqrstuvwxyz012345@host", "levelno": 20})
+    handler.emit(record)
+    assert written.getvalue() == "url https://***@host\n"

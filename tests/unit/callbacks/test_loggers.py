@@ -214,8 +214,13 @@ def test_the_store_of_mlflow_is_tried_again_a_few_times(tmp_path: Path, monkeypa
 
 
 def test_a_file_store_that_mlflow_refuses_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("LIT_FSDP_CACHE", str(tmp_path))
+
+    class MlflowException(Exception):
+        pass
+
     def refuse(uri: str) -> None:
-        raise RuntimeError("The filesystem tracking backend is in maintenance mode. To migrate, ...")
+        raise MlflowException("The filesystem tracking backend is in maintenance mode. To migrate, ...")
 
     module = ModuleType("mlflow")
     module.MlflowClient, module.__spec__ = refuse, ModuleSpec("mlflow", None)  # type: ignore[attr-defined]

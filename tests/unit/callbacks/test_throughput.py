@@ -54,6 +54,14 @@ def test_the_first_step_does_not_count_and_waiting_for_data_does(monkeypatch: py
     assert run.logged == [{**rates, **shares, "step_seconds": 4.0, "peak_memory_gib": 1.5}]
 
 
+def test_the_last_step_has_its_own_rates(monkeypatch: pytest.MonkeyPatch):
+    run = Run(monkeypatch)
+    run.trainer.log_every_n_steps, run.trainer.estimated_stepping_batches = 3, 4
+    for seconds in (50, 1, 1, 2):
+        run.step(seconds=seconds, tokens=100)
+    assert [found["tokens_per_second"] for found in run.logged] == [100.0, 50.0]
+
+
 def test_validation_and_saving_do_not_count(monkeypatch: pytest.MonkeyPatch):
     for pause in (
         lambda run: run.callback.on_validation_start(run.trainer, run.module),

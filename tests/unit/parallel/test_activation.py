@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from lit_fsdp.config.strategy import ActivationConfig
 from lit_fsdp.models.build import build_on_meta
+from lit_fsdp.parallel import activation
 from lit_fsdp.parallel.activation import prepare_blocks, recomputes
 from tests.unit.models.families import tiny
 
@@ -208,3 +209,14 @@ def test_modules_that_call_torchs_attention_keep_it_too_and_on_the_host(monkeypa
         grads.append([param.grad for param in net.parameters()])
     assert all(map(torch.equal, grads[0], grads[1]))
     assert all(map(torch.equal, grads[0], grads[2]))
+
+
+def test_copies_to_the_host_keep_strides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or recomputation with ``selective`` would run other operations than the forward pass."""
+    made = torch.empty_like
+    monkeypatch.setattr(activation.torch, "empty_like", lambda t, pin_memory, **kind: made(t, **kind))  # no device here
+    for given in (torch.randn(2, 3, 4).transpose(1, 2), torch.randn(6)[::2], torch.randn(1, 4).expand(3, 4)):
+        device, copied = activation._pinned(given)
+        assert copied.equal(given)
+        assert device == given.device
+        assert copied.stride() == given.cpu().clone().stride()

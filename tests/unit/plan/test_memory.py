@@ -140,6 +140,8 @@ def test_offloaded_activations_are_in_host_memory_and_priced_by_their_copies():
         )
     )
     kept = rank_memory(full).step.kept
+    selective = rank_memory(loaded(f'{mode}={{"mode": "selective", "offload_activations": true}}')).step
+    assert kept < selective.host < rank_memory(all_of_them).step.host
     assert rank_memory(offloaded).step.kept == rank_memory(all_of_them).step.kept == 0
     assert rank_memory(offloaded).step.host == kept  # inputs of blocks, of powers of two
     assert rank_memory(full).peak - kept * 1.1 < rank_memory(offloaded).peak < rank_memory(full).peak - kept * 0.9
