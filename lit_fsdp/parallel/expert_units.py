@@ -68,9 +68,6 @@ def shard_experts(experts: Any, mesh: DeviceMesh, options: dict[str, Any]) -> No
             shapes[name] = param.shape, param.stride()
             setattr(experts, name, nn.Parameter(param.detach()[group.own], param.requires_grad))
     policy = dataclasses.replace(options["mp_policy"], cast_forward_inputs=False)  # weights may be in fp32 on purpose
-    if mesh.size() == 1 and mesh.device_type == "cpu":
-        # nothing is reduced, and torch's copy into the buffer of the reduction is slow if it also casts
-        policy = dataclasses.replace(policy, reduce_dtype=policy.param_dtype)
     fully_shard(experts, **{**options, "mesh": mesh, "mp_policy": policy})
     for name, (shape, stride) in shapes.items():
         own: Any = experts._parameters[name]

@@ -41,10 +41,6 @@ class FSDP2Strategy(EngineStrategy, ModelParallelStrategy):
     def _no_sync(self) -> Iterator[None]:
         root: Any = self._root
         root.set_requires_gradient_sync(False)
-        if self.expert_mesh is not None and self.expert_mesh.size() == 1:  # nothing to reduce, so fp32 sums are free
-            for module in root.modules():
-                if hasattr(module, "expert_group"):
-                    module.set_requires_gradient_sync(True, recurse=False)
         try:
             yield
         finally:

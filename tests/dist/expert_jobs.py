@@ -87,7 +87,7 @@ def divided(
 ) -> dict[str, Any]:
     """A run in fp32; with ``run`` it is saved there in the middle, with its whole weights at the end as ``live.pt``."""
     found_steps, ema = Steps(route), EMAWeights(decay=0.5)
-    saving = [] if run is None else [ema, Checkpoint(every_steps=max(1, steps // 2), keep_last=-1)]
+    saving = [] if run is None else [ema, Checkpoint(every_steps=steps // 2, keep_last=-1)]
     module = module_for(folder, model, **{"eps": 1e-4, **(optim or {})})
     given = {"precision": "fp32", **(strategy or {})}
     rows = None if data is None else CausalLMDataModule(**data)
