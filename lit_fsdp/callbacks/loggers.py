@@ -247,9 +247,10 @@ def _open_store(given: Any, tries: int = 5) -> None:
                     client.create_experiment(name, given.get("artifact_location"))
                 return
         except Exception as error:  # depends on the database
-            if is_file and type(error).__name__ != "MlflowException":
-                return  # Lightning's logger raises it again
-            if is_file:  # file stores are refused from 3.7 on
+            if is_file:
+                if type(error).__name__ != "MlflowException":
+                    return  # Lightning's logger raises it again
+                # file stores are refused from 3.7 on
                 shown = f"MLFlowLogger with {uri} ({str(error).partition('. ')[0]})"
                 fix = "set tracking_uri to a database, such as sqlite:///mlflow.db"
                 raise ConfigError("trainer.logger", shown, "a database or server", fix) from None

@@ -207,7 +207,7 @@ def load_tensors(folder: Path, into: Mapping[str, torch.Tensor], skip: Collectio
     """Load into ``into`` in place, from either layout and any number of ranks or sharding; collective.
 
     File sizes are compared with the manifest; :func:`verify_files` compares hashes. DTensors may have any mesh, with
-    ``Shard`` and ``Replicate`` placements; the names in ``skip`` are ignored in the checkpoint.
+    ``Shard`` and ``Replicate`` placements; tensors of the checkpoint named in ``skip`` are ignored.
 
     Raises:
         CheckpointError: Names, shapes or dtypes differ (all are listed), or a file cannot be read.

@@ -1,4 +1,4 @@
-"""Verbs before training: the verb ``audit`` shows what a recipe would do, ``plan`` estimates memory and speed, and
+"""Verbs before training: ``audit`` shows what a recipe would do, ``plan`` estimates memory and speed, and
 ``model prepare`` fetches its model.
 """
 
@@ -158,8 +158,11 @@ def run_plan(argv: Sequence[str]) -> int:
         verdict = "fits" if too_much <= 0 else f"does not fit: exceeds it by {too_much:.1f} GiB"
         lines.append(f"this recipe on a host of {host_gib:g} GiB: {verdict}")
     if taken is not None:
-        kinds = {"communication": "communication", "copies": "copying from and to the host"}
-        kinds["activations"] = "copying activations from and to the host"
+        kinds = {
+            "communication": "communication",
+            "copies": "copying from and to the host",
+            "activations": "copying activations from and to the host",
+        }
         moved = " and ".join(f"{taken[kind]:.2f} s {text}" for kind, text in kinds.items() if taken[kind])
         rate = f" (a node sends {memory.NETWORK_GB_PER_SECOND:g} GB/s)"
         lines.append(

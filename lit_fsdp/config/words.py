@@ -235,29 +235,27 @@ def as_flag(error: ConfigError, argv: Sequence[str], known: Collection[str]) -> 
             if match := re.fullmatch(form, word):
                 return f"write --{field} {shlex.quote(match[1] or after)}"
         return fix
-    words, own_key = [underscored(word) for word in argv], field.rpartition(".")[2].replace("-", "_")
-    if (
-        own_key in ELSEWHERE
-        and fix[:9] != "remove it"
-        and any(f"--{field}={no}" in words or _follows(words, f"--{field}", no) for no in _FALSE)
-    ):
-        return "remove it"
     if is_unknown and field in argv and (several := _several(argv, list(argv).index(field))):
         return several
     fix, *others = re.split(r"(?<=[\]}]), or ", fix, maxsplit=1)
     found = re.fullmatch(r"(?:write|set) ([\w.]+)(?:: ([\[{].*|[^\s,;]+))?", fix)
     alternative = "".join(f", or {other}" for other in others)
+    words, own_key = [underscored(word) for word in argv], field.rpartition(".")[2].replace("-", "_")
     flags = [index for index, word in enumerate(words) if re.match(rf"--{re.escape(field)}(=|$)", word)]
-    if not found or not flags:
+    if not flags:
+        return fix + alternative
+    _, equals, own = argv[flags[-1]].partition("=")
+    following = list(itertools.takewhile(lambda word: not word.startswith("--"), argv[flags[-1] + 1 :]))
+    if not equals:
+        own = f"[{','.join(following)}]" if len(following) > 1 else "".join(following)
+    if own_key in ELSEWHERE and own.lower() in _FALSE and not fix.startswith("remove it"):
+        return "remove it"
+    if not found:
         return fix + alternative
     key, value = found[1], (found[2] or "").strip("'\"")
     beside = f"{field.rpartition('.')[0]}.{key}"
     is_sibling = is_unknown and "." in field and key.rpartition(".")[0] == field.rpartition(".")[0]  # of a class
     key = next((one for one in (key, beside) if one in known or one.startswith(_ARGUMENTS) or is_sibling), "")
-    _, equals, own = argv[flags[-1]].partition("=")
-    following = list(itertools.takewhile(lambda word: not word.startswith("--"), argv[flags[-1] + 1 :]))
-    if not equals:
-        own = f"[{','.join(following)}]" if len(following) > 1 else "".join(following)
     if meant := _VALUES.get((own_key, own.lower())):
         key, _, value = meant.partition(": ")
     elif (own_key in ("optim", "optimizer") or (is_unknown and key == "model.optim.optimizer")) and (
@@ -276,10 +274,6 @@ def as_flag(error: ConfigError, argv: Sequence[str], known: Collection[str]) -> 
         return f"write --model {value}" + (f" --model.preference.loss {own.lower()}" if own.lower() in _LOSSES else "")
     counts = " (in micro-batches: multiply by trainer.accumulate_grad_batches)" if own_key in _STEPS else ""
     return f"write --{key} {value}{counts}{alternative}"
-
-
-def _follows(words: Sequence[str], one: str, other: str) -> bool:
-    return (one, other) in itertools.pairwise(words)
 
 
 def _several(argv: Sequence[str], index: int) -> str:

@@ -310,8 +310,8 @@ def put_loop(
 ) -> None:  # fmt: skip
     """Convert settings that depend on several arguments: length, warm-up, checkpoints and validation.
 
-    The default strategies are ``save`` and ``evaluate``; ``first_ends``: whether the run ends with ``max_steps`` or the
-    epochs, whichever is first, instead of ``max_steps``.
+    The arguments ``save`` and ``evaluate`` are the default strategies; ``first_ends``: whether the run ends with
+    ``max_steps`` or the epochs, whichever is first, instead of ``max_steps``.
     """
     length, epochs = source.take("max_steps", -1), source.take("num_train_epochs", default_epochs)
     total = max(0, length.read(number))

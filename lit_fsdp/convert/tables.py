@@ -139,7 +139,7 @@ class Source:
 def put_data_sets(
     conversion: Conversion, given: Given, to: str, name: str, begin: Callable[[str, str, dict[str, Any]], Source]
 ) -> None:
-    """Convert one or several data sets to the sources at ``to``; the key ``name`` is the key of a location.
+    """Convert one or several data sets to the sources at ``to``; a location has the key ``name``.
 
     The function ``begin`` gets the key of a data set, its path in the recipe and its values, and returns a
     :class:`Source`.
