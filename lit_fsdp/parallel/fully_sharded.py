@@ -49,16 +49,6 @@ class _OneRank:
         """Do nothing: input and output are the same buffer."""
 
 
-class _GatherOfOne:
-    """An all-gather of one rank on a CPU: its output already contains its input, which gloo would copy twice."""
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return torch.empty(size, dtype=dtype, device=device)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: the output has the input already."""
-
-
 def unit_options(config: StrategyConfig, mesh: DeviceMesh) -> dict[str, Any]:
     """Keyword arguments of ``fully_shard`` for one unit."""
     row = config.precision_config.row
@@ -110,10 +100,8 @@ def apply_fully_shard(
     for unit in root.modules() if not on_accelerator else ():
         mesh: Any = expert_mesh if hasattr(unit, "expert_group") else options["mesh"]
         if isinstance(unit, FSDPModule) and mesh.size() == 1:
-            reduction: Any = _OneRank()
-            gather: Any = _GatherOfOne()
-            unit.set_custom_reduce_scatter(reduction)
-            unit.set_custom_all_gather(gather)
+            comm: Any = _OneRank()
+            unit.set_custom_reduce_scatter(comm)
     units = set(plan.modules.values())
     _set_prefetch([child for child in module.modules() if child in units], config)
     return root
