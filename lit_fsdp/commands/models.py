@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from lit_fsdp.commands.parsing import parse, verb_parser
@@ -64,6 +67,8 @@ def run_export(argv: Sequence[str]) -> int:
     )
     checked = "; verified: loaded again, keys, tensors and logits are equal" if options.verify else ""
     print(f"{options.out}: {len(plan.specs)} tensors in {plan.dtype}, {size_words(plan.num_bytes)}{checked}")
+    if (options.out / "tokenizer_config.json").is_file():  # a module of the user's own may have no tokenizer
+        print(f"next: lit-fsdp generate --model {quote(str(options.out))}")
     if hub_name:
         from lit_fsdp.models.hub import push
 
@@ -76,24 +81,31 @@ _EMPTY = "The answer is empty: the model ended its turn at once, or generated on
 
 def run_generate(argv: Sequence[str]) -> int:
     """Run ``lit-fsdp generate`` and return the exit code."""
-    text = "Answer a prompt, or chat line by line, greedily, with an exported model or adapter and its chat template; "
-    text += "in bf16, or in fp32 on a CPU without bf16 instructions."
+    text = "Answer a prompt, or chat line by line, with an exported model or adapter and its chat template; in bf16, "
+    text += "or in fp32 on a CPU without bf16 instructions."
     parser = verb_parser("generate", text, "lit-fsdp generate --model model --prompt 1969-07-20")
     parser.add_argument("--model", required=True, help="model folder, or folder of an adapter")
     parser.add_argument("--base", help="base of an adapter: folder, GGUF file or hub name; default: from its config")
     parser.add_argument("--prompt", help="user message; default: chat, one message per line of standard input")
     parser.add_argument("--system", help="system message")
     parser.add_argument("--max_new_tokens", type=int, default=256, help="maximum answer length in tokens (default 256)")
+    text = "sample with this temperature, > 0; default: greedy, the likeliest token each time"
+    parser.add_argument("--temperature", type=float, help=text)
+    text = "with --temperature: sample from the likeliest tokens that together have this probability (default 1)"
+    parser.add_argument("--top_p", type=float, help=text)
+    parser.add_argument("--seed", type=int, help="with --temperature: seed of the sampling (default 0)")
     options = parse(parser, argv)
-    most = options.max_new_tokens
+    most, sampling = options.max_new_tokens, _sampling(options)
     require(most >= 1, "--max_new_tokens", most, ">= 1", "write --max_new_tokens 256")
     with heavy_imports():
+        from torch import manual_seed
         from transformers.utils.logging import disable_progress_bar
 
         from lit_fsdp.models.generate import Chat
 
     disable_progress_bar()
-    chat = Chat(options.model, options.system, options.max_new_tokens, options.base)
+    manual_seed(options.seed or 0)
+    chat = Chat(options.model, options.system, options.max_new_tokens, options.base, sampling)
     if options.prompt is not None:
         print(answer := chat.answer(options.prompt))
         if not answer.strip():
@@ -105,3 +117,15 @@ def run_generate(argv: Sequence[str]) -> int:
         if not chat.answer(line, streams=True).strip():
             print(_EMPTY, file=sys.stderr)
     return 0
+
+
+def _sampling(options: Namespace) -> dict[str, float] | None:
+    temperature, top_p = options.temperature, options.top_p
+    for name in ("top_p", "seed"):
+        given, fix = getattr(options, name), "add --temperature 0.7"
+        require(given is None or temperature, f"--{name}", f"{given} without --temperature", "both", fix)
+    if temperature is None or temperature == 0:  # as servers write greedy
+        return None
+    require(0 < temperature < math.inf, "--temperature", temperature, "> 0, or 0 for greedy", "write --temperature 0.7")
+    require(top_p is None or 0 < top_p <= 1, "--top_p", top_p, "> 0 and <= 1", "write --top_p 0.9")
+    return {"temperature": temperature, "top_p": 1.0 if top_p is None else top_p}

@@ -257,7 +257,10 @@ def apply_saved_lora(model: PreTrainedModel, adapter_config: Mapping[str, Any]) 
 
 def load_adapter_folder(model: PreTrainedModel, folder: Any) -> nn.Module:
     """Call ``peft.PeftModel.from_pretrained`` on a model with loaded weights, as a user of the folder would."""
-    return _peft().PeftModel.from_pretrained(model, str(folder), local_files_only=True)
+    with warnings.catch_warnings():
+        # peft 0.21.2 reads a property that transformers 5.24 deprecates; it can go with the next peft
+        warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
+        return _peft().PeftModel.from_pretrained(model, str(folder), local_files_only=True)
 
 
 def _inject(model: PreTrainedModel, settings: Any) -> Any:

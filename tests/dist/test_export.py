@@ -75,6 +75,7 @@ def test_the_command(tiny_model: Path, tmp_path: Path) -> None:
     done = export_to("out", "--dtype", "fp32")
     assert (done.code, done.err) == (0, "")
     assert done.out.startswith("out: 29 tensors in float32, ")
+    assert done.out.splitlines()[1:] == ["next: lit-fsdp generate --model out"]
     before = content(tmp_path / "out")
     done = export_to("out", "--dtype", "bf16")
     assert (done.code, done.out) == (2, "")

@@ -52,6 +52,20 @@ def test_settings_of_the_model_itself_are_not_used(ask):
     assert model.training
 
 
+def test_a_temperature_draws_answers_and_top_p_limits_the_draw(ask):
+    model, tokenizer, answer = ask
+    model.generation_config = GenerationConfig(top_k=1, temperature=9.0)  # not used either
+
+    def drawn(seed: int, top_p: float = 1.0) -> str:
+        torch.manual_seed(seed)
+        talk = [[{"role": "user", "content": "a"}]]
+        return answer_batch(model, tokenizer, talk, 12, None, {"temperature": 2.0, "top_p": top_p})[0]
+
+    assert len({drawn(seed) for seed in range(4)}) == 4
+    assert drawn(1) == drawn(1)
+    assert drawn(1, 1e-6) == drawn(2, 1e-6) == answer(12)
+
+
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # peft 0.21 on transformers 5.24
 @pytest.mark.parametrize(("quantize", "keep"), [(None, None), ("nf4", None), ("nf4", ["o_proj"])])
 @pytest.mark.parametrize("overrides", [None, {"output_router_logits": True}])
@@ -111,6 +125,12 @@ def test_an_adapter_on_random_weights_says_how_to_ask_it(tmp_path):
 def test_what_cannot_be_generated_and_an_answer_without_text(tmp_path, capsys, monkeypatch):
     assert main(["generate", "--model", "model", "--max_new_tokens", "0"]) == 2
     assert capsys.readouterr().err.endswith("allowed: >= 1\n  fix:     write --max_new_tokens 256\n")
+    for words in (["--temperature", "-1"], ["--top_p", "0.9"], ["--seed", "1"], ["--temperature", "nan"]):
+        assert main(["generate", "--model", "model", *words]) == 2
+        assert f"error: {words[0]}: got {words[1]}" in (err := capsys.readouterr().err)
+        assert "--temperature 0.7" in err
+    assert main(["generate", "--model", "model", "--temperature", "1", "--top_p", "0"]) == 2
+    assert "write --top_p 0.9" in capsys.readouterr().err
     (tmp_path / "run/checkpoints").mkdir(parents=True)
     for name in ("run", "run/best"):
         with pytest.raises(ConfigError, match=f"export --ckpt {tmp_path / name} --out NEW"):
