@@ -14,6 +14,8 @@ from rich.console import Console
 from rich.progress import Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Column
 
+from lit_fsdp.config.data import DataConfig
+
 _SHOWN = {
     "train_loss": "loss {:.4f}",
     "tokens_per_second": "{:,.0f} tokens/s",
@@ -55,11 +57,16 @@ class RunProgress(ProgressBar):
         if self._total is not None and self._total < trainer.max_steps:
             epochs = f"trainer.max_epochs {trainer.max_epochs}"
             print(f"{epochs} ends the run at step {self._total}, before trainer.max_steps", file=sys.stderr)
+        first = _first_validation(trainer)
+        if self._total is not None and first is not None and trainer.global_step == 0 and first > self._total:
+            when = f"the first validation would follow step {first}, but training ends at step {self._total}"
+            more = "no val_ metrics and no best checkpoint; lower trainer.val_check_interval (in micro-batches)"
+            print(f"{when}: {more}", file=sys.stderr)
         console = Console(stderr=True)
         if sys.stderr.isatty() and console.is_interactive:  # a dumb terminal would show only the last line
             # if the line is too narrow, the numbers at its end are truncated
             numbers = TextColumn("{task.description}", table_column=Column(no_wrap=True, ratio=1))
-            steps_done = TextColumn("step {task.completed}/{task.total}")
+            steps_done = TextColumn("step {task.completed}" + ("" if self._total is None else "/{task.total}"))
             self._bar = Progress(
                 steps_done, TimeRemainingColumn(), TextColumn("left"), numbers, console=console, expand=True
             )
@@ -122,11 +129,14 @@ class RunProgress(ProgressBar):
         if self._total is not None and done:
             seconds = int((self._stepped - self._started) / done * (self._total - self._seen_step))
             left = f"{seconds // 60}:{seconds % 60:02d} left"
-        print(f"step {self._seen_step}/{self._total}  {text}  {left}".rstrip(), file=sys.stderr)
+        step = f"{self._seen_step}" if self._total is None else f"{self._seen_step}/{self._total}"
+        print(f"step {step}  {text}  {left}".rstrip(), file=sys.stderr)
 
 
 def _last_step(trainer: Trainer) -> int | None:
     """The step at which training ends, if known; after a resume on other ranks, epochs may have other lengths."""
+    if not trainer.lightning_module.automatic_optimization:  # it may take several steps per batch
+        return trainer.max_steps if trainer.max_steps > 0 else None
     steps = trainer.estimated_stepping_batches
     if steps in (-1, float("inf")):
         return None
@@ -138,3 +148,15 @@ def _last_step(trainer: Trainer) -> int | None:
     done = 0 if epochs.processed == epochs.ready else math.ceil(min(length, batches.ready) / every)
     last = trainer.global_step + (loop.max_epochs - trainer.current_epoch) * math.ceil(length / every) - done
     return last if trainer.max_steps < 0 else min(last, trainer.max_steps)
+
+
+def _first_validation(trainer: Trainer) -> int | None:
+    """The optimizer step after which a new run first validates; None: it does not, or not at a known step."""
+    every, length, epochs = trainer.val_check_batch, trainer.num_training_batches, trainer.check_val_every_n_epoch
+    ours = getattr(getattr(trainer, "datamodule", None), "config", None)  # without rows it has an empty loader
+    has_rows = trainer.enable_validation and (not isinstance(ours, DataConfig) or ours.has("val"))
+    if not has_rows or not trainer.lightning_module.automatic_optimization or every is None:
+        return None
+    whole = 0 if epochs in (None, 1) else (epochs - 1) * math.ceil(length / trainer.accumulate_grad_batches)
+    counted = whole + every / trainer.accumulate_grad_batches
+    return math.ceil(counted) if math.isfinite(counted) else None

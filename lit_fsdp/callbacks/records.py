@@ -48,6 +48,7 @@ class RunRecord(Callback):
     """
 
     _dtypes_written = _has_audit = False
+    _changed: tuple[str, ...] = ()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Note the memory before the model is built."""
@@ -81,6 +82,9 @@ class RunRecord(Callback):
             if pending.is_file():
                 pending.replace(pending.with_name("recipe.yaml"))
             print(_resumed_from(trainer, checkpoint["global_step"]), file=sys.stderr)
+            self._changed = tuple(_changes(trainer))
+            for line in self._changed:
+                print(f"  {line}", file=sys.stderr)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the audit; the strategy has already compared the plan with the live units."""
@@ -91,7 +95,7 @@ class RunRecord(Callback):
             record, folder = {**strategy.audit, "versions": versions()}, Path(trainer.default_root_dir)
             with contextlib.suppress(OSError, ValueError):  # a run that resumes may have nothing left to train
                 before = _audit_of(folder)
-                record |= {key: before[key] for key in _OF_TRAINING if key in before}
+                record |= {key: before[key] for key in (*_OF_TRAINING, "starts") if key in before}
             write_json(folder / "audit.json", record)
             counts = f"{parameter_counts(record)} in {record['num_units']} units"
             text = f"{counts}, {record['num_params_on_this_rank']:,} on rank 0"
@@ -103,6 +107,8 @@ class RunRecord(Callback):
         if self._has_audit and trainer.is_global_zero:
             folder = Path(trainer.default_root_dir)
             record = {key: value for key, value in _audit_of(folder).items() if key not in _OF_TRAINING}
+            start = {"step": trainer.global_step, "ranks": trainer.world_size, "changed": self._changed}
+            record["starts"] = [*(record.get("starts", []) if trainer.global_step else []), start]
             write_json(folder / "audit.json", {**record, "status": "running, or killed", "started": _now()})
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *batch: Any) -> None:
@@ -180,17 +186,19 @@ def _now() -> str:
 
 
 def _resumed_from(trainer: Trainer, step: int) -> str:
-    """The step from which a run resumes, and each value of its recipe that differs from the checkpoint's."""
+    folder = getattr(trainer.strategy, "loaded_checkpoint", None)  # a third-party strategy has none
+    return f"resumed from step {step}" + (f": {folder}" if folder else "")
+
+
+def _changes(trainer: Trainer) -> list[str]:
+    """Each value of the recipe that differs from the recipe of the loaded checkpoint."""
     strategy: Any = trainer.strategy
-    folder = getattr(strategy, "loaded_checkpoint", None)
-    if folder is None:  # third-party strategy
-        return f"resumed from step {step}"
-    lines = [f"resumed from step {step}: {folder}"]
+    if (folder := getattr(strategy, "loaded_checkpoint", None)) is None:
+        return []
     before, now = folder / "recipe.yaml", strategy.checkpoint_files.get("recipe.yaml")
-    if now is not None and before.is_file():  # an imported checkpoint has none
-        old, new = (yaml.safe_load(text) for text in (before.read_bytes(), now))
-        lines += [f"  {line}" for line in changed_values(old, new)]
-    return "\n".join(lines)
+    if now is None or not before.is_file():  # an imported checkpoint has none
+        return []
+    return changed_values(*(yaml.safe_load(text) for text in (before.read_bytes(), now)))
 
 
 def show(*parts: Any) -> None:

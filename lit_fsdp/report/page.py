@@ -171,6 +171,8 @@ def _facts(run: RunFiles) -> dict[str, str]:
         facts["last start"] = f"{start[:19].replace('T', ' ')} UTC"
         seconds = (datetime.fromisoformat(audit.get("ended", start)) - datetime.fromisoformat(start)).total_seconds()
         facts |= {"duration": str(timedelta(seconds=round(seconds)))} if "ended" in audit else {}
+    if len(starts := audit.get("starts", [])) > 1:  # the facts below describe the last one
+        facts["starts"] = "; ".join(_start(**start) for start in starts)
     facts["optimizer steps"] = f"{done:,} of {limit:,}" if limit > 0 else f"{done:,}"
     losses = {name: run.metrics[name].last for name in ("train_loss", "val_loss") if name in run.metrics}
     if final := [f"{name} {_number(last[1])}" for name, last in losses.items() if last]:
@@ -186,6 +188,11 @@ def _facts(run: RunFiles) -> dict[str, str]:
         words += ["miniature with random weights"] if model.get("miniature") else []
         facts["model"] = ", ".join([*words, parameter_counts(audit)])
     return facts
+
+
+def _start(step: int, ranks: int, changed: Sequence[str]) -> str:
+    """Format one start of a run: where it began, and which values of the recipe were new."""
+    return ", ".join([f"from step {step:,} on {ranks} rank{'s' if ranks != 1 else ''}", *changed])
 
 
 def _charts(runs: Sequence[RunFiles]) -> str:

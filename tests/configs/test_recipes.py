@@ -15,7 +15,6 @@ from lit_fsdp.plan.memory import HOST_USABLE, host_memory, least_bytes
 from lit_fsdp.plan.search import largest_rows
 from tests.configs.recipe_table import GIB, README, RECIPES, checked, planned, with_table
 
-
 FEW = [
     README.parent / f"{name}.yaml"
     for name in (

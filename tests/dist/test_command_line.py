@@ -102,6 +102,9 @@ def test_resume_on_the_other_engine_continues_run_and_metrics(smoke: Path, tmp_p
     assert "parameters after resume" in json.loads((smoke / "run/dtypes.json").read_text())["realized"]
     page = Page((smoke / "run/report.html").read_text())
     assert (page.curves["train_loss"], dict(page.tables["At a glance"])["status"]) == (6, "finished")
+    starts = dict(page.tables["At a glance"])["starts"]
+    assert starts.startswith("from step 0 on 2 ranks; from step 4 on 2 ranks, ")
+    assert "model.optim.lr: 2e-05 → 0.001" in starts
     assert len(records(smoke / "run/lightning_logs/version_0/metrics.csv")) > 0  # of a logger without a save_dir
 
 

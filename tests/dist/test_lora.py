@@ -131,7 +131,7 @@ def test_exported_adapters_are_the_live_model(
     ):
         (done,) = command(1, [*words, out, *flags], tmp_path)
         assert (done.code, done.err) == (0, "")
-        assert done.out.endswith("verified: loaded again, keys, tensors and logits are equal\n")
+        assert "verified: loaded again, keys, tensors and logits are equal\n" in done.out
     live = AutoModelForCausalLM.from_pretrained(tiny_model)
     apply_saved_lora(live, json.loads((tmp_path / "adapter" / "adapter_config.json").read_text()))
     state = torch.load(tmp_path / "live.pt", weights_only=True)

@@ -29,7 +29,9 @@ def trainer() -> Any:
     metrics = {name: torch.tensor(value) for name, value in METRICS.items()}
     loop = SimpleNamespace(max_epochs=-1)
     plan = {"estimated_stepping_batches": 20, "log_every_n_steps": 2, "is_global_zero": True, "fit_loop": loop}
-    plan |= {"max_steps": -1, "max_epochs": 1}
+    plan |= {"max_steps": -1, "max_epochs": 1, "accumulate_grad_batches": 2, "num_training_batches": 8}
+    plan |= {"enable_validation": False, "val_check_batch": 50, "check_val_every_n_epoch": None}
+    plan["lightning_module"] = SimpleNamespace(automatic_optimization=True)
     state = {"sanity_checking": False, "validating": False, "state": SimpleNamespace(fn="fit")}
     state["strategy"] = SimpleNamespace()
     return SimpleNamespace(global_step=0, callback_metrics=metrics, **plan, **state)
@@ -63,6 +65,24 @@ def test_plain_lines_where_there_is_no_terminal(trainer, now, capsys):
     trainer.is_global_zero = False
     run(trainer, now, steps=2)
     assert capsys.readouterr().err == ""
+
+
+def test_a_run_that_ends_before_its_first_validation_says_so(trainer, now, capsys):
+    trainer.enable_validation = True
+    for every, epochs, first in ((42, None, 21), (8, 6, 24), (40, None, None), (8, 5, None), (float("inf"), 9, None)):
+        trainer.val_check_batch, trainer.check_val_every_n_epoch, trainer.global_step = every, epochs, 0
+        run(trainer, now, steps=1)
+        text = f"the first validation would follow step {first}, but training ends at step 20: no val_ metrics"
+        assert (text in (err := capsys.readouterr().err), "validation would" in err) == (first is not None,) * 2
+
+
+def test_several_optimizer_steps_per_batch_have_no_known_end(trainer, now, capsys):
+    trainer.lightning_module.automatic_optimization = False
+    run(trainer, now, steps=1)
+    assert capsys.readouterr().err.splitlines()[0] == "step 1  loss 1.2500  12,346 tokens/s  peak 0.50 GiB"
+    trainer.max_steps = 4
+    run(trainer, now, steps=1)
+    assert capsys.readouterr().err.startswith("step 2/4  loss")
 
 
 def test_a_bar_of_60_columns_keeps_step_and_time(trainer, now, monkeypatch, capsys):

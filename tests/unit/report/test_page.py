@@ -28,7 +28,9 @@ RECIPE: dict[str, Any] = {
     "model": {"name": EVIL, "optim": {"lr": 1e-4, "warmup_steps": 10}},
     "data": {"train": ["a.jsonl", EVIL]},
 }
-END = {"status": "stopped", "started": "2031-01-02T03:04:05+00:00", "ended": "2031-01-02T04:04:06+00:00"}
+END: dict[str, Any] = {"status": "stopped", "started": "2031-01-02T03:04:05+00:00"}
+END |= {"ended": "2031-01-02T04:04:06+00:00"}
+STARTS = [{"step": 0, "ranks": 8, "changed": []}, {"step": 2, "ranks": 1, "changed": ["model.optim.lr: 0.1 → 0.2"]}]
 ROWS = ["step,train_loss,lr,val_loss,mine", "1,4.0,0.1,,", "2,3.0,0.2,2.5,nan", "3,inf,0.3,,7", "4,2.0,0.4,3.5,8"]
 
 
@@ -56,7 +58,9 @@ def test_what_a_run_folder_holds(tmp_path: Path, capsys: pytest.CaptureFixture[s
     peaks = {"predicted_peak_bytes": 3 * GIB, "measured_peak_bytes_per_rank": [2 * GIB, 4 * GIB]}
     units: dict[str, Any] = {"wrapped_by": "hand", "units": [], "num_params": 1234, "num_trainable": 1234}
     mesh = {"engine": "fsdp2", "sharding": "hybrid_shard", "shard_degree": 2, "replicate_degree": 4}
-    folder = run_folder(tmp_path / "run", audit={**peaks, **units, **mesh, **END, "versions": {"torch": "2.99"}})
+    folder = run_folder(
+        tmp_path / "run", audit={**peaks, **units, **mesh, **END, "starts": STARTS, "versions": {"torch": "2.99"}}
+    )
     answers = [f'1,"{EVIL} tell-nobody",wanted,first', "2,asked,wanted,between", '3,"two\nlines",wanted,"last\x1b[2J"']
     (folder / "samples.csv").write_text("\n".join(["step,prompt,wanted,got", *answers]) + "\n")
     page = page_of(folder, capsys=capsys)
@@ -67,6 +71,7 @@ def test_what_a_run_folder_holds(tmp_path: Path, capsys: pytest.CaptureFixture[s
     memory = dict(page.tables["Memory, planned and measured"])
     assert list(memory.values()) == ["3.0 GiB", "4.0 GiB", "2.0 GiB", "75.0%"]
     glance = dict(page.tables["At a glance"])
+    assert glance["starts"] == "from step 0 on 8 ranks; from step 2 on 1 rank, model.optim.lr: 0.1 → 0.2"
     assert glance["optimizer steps"] == "4 of 6"
     assert glance["engine"] == "fsdp2, hybrid_shard, 8 ranks, 4 copies"
     assert [glance[name] for name in ("status", "last start", "duration")] == [
