@@ -27,6 +27,7 @@ from lit_fsdp.data.order import FILLER
 from lit_fsdp.errors import require
 from lit_fsdp.host import cache_root, is_first_process, make_once
 from lit_fsdp.metrics.step_metrics import STEP_COUNTS, SumMetric
+from lit_fsdp.models.base import weights_hash
 from lit_fsdp.models.lora import base_name, is_adapter
 from lit_fsdp.models.loss import ONE_ROW, TokenLoss, sample_losses
 from lit_fsdp.models.packing import pairs_in_one_row, rows_of_pairs
@@ -175,7 +176,8 @@ class PreferenceModule(CausalLMModule):
         root = Path(data.config.cache_dir).expanduser() if data.config.cache_dir else cache_root()
         lora = self.config.lora  # weights_identity covers packed weights but not their scales
         quantized = [lora.quantize, lora.double_quantization] if lora is not None and lora.quantize else []
-        folder = root / "reference" / _hash([fingerprint, self._identity, str(row), *quantized])
+        made_with = [fingerprint, self._identity, self._origin(), str(row), *quantized]
+        folder = root / "reference" / _hash(made_with)
         if not strategy.reduce_boolean_decision(folder.is_dir()):
             given = f"{loss} with data.{split}, which has no log-probabilities of the model before training"
             is_untrained = self._has_base or self._identity == weights_identity(self, strategy)
@@ -197,6 +199,14 @@ class PreferenceModule(CausalLMModule):
             logps_2P = found.cpu().numpy()
             make_once(folder, lambda made: np.save(made / "logps.npy", logps_2P), f"reference of data.{split}")
         self._references[split] = torch.from_numpy(np.load(folder / "logps.npy")).to(strategy.root_device)
+
+    def _origin(self) -> list[Any]:
+        """What sums of the weights do not show: the order of values in files, and the settings of the model."""
+        config: Any = self.model.config  # type: ignore[union-attr]
+        volatile = ("transformers_version", "dtype", "use_cache")
+        settings = {k: v for k, v in config.to_dict().items() if k[0] != "_" and k not in volatile}
+        files = self.source.weights_folder
+        return [files and weights_hash(files), json.dumps(settings, sort_keys=True, default=str)]
 
 
 def weights_identity(module: torch.nn.Module, strategy: Any, of_base: bool = False) -> str:

@@ -36,9 +36,10 @@ aten._scaled_dot_product_efficient_attention aten._scaled_dot_product_cudnn_atte
 aten._scaled_dot_product_fused_attention_overrideable aten._flash_attention_forward aten._efficient_attention_forward
 torch_attn._varlen_attn higher_order.flex_attention
 """.split()
-# Matrix products and collectives, which selective also keeps.
+# Matrix products and collectives, which selective also keeps; not products of batches, whose results are attention's
+# scores (quadratic in the length) or, in Gemma 3n, changed in place.
 _PRODUCT_OPS = """
-aten.mm aten.addmm aten.bmm aten.baddbmm aten._scaled_mm aten._grouped_mm aten._scaled_grouped_mm aten.convolution
+aten.mm aten.addmm aten._scaled_mm aten._grouped_mm aten._scaled_grouped_mm aten.convolution
 _c10d_functional.all_reduce _c10d_functional.reduce_scatter_tensor _c10d_functional.all_gather_into_tensor
 _c10d_functional.all_to_all_single
 """.split()
@@ -116,7 +117,7 @@ def _kept_ops(block: nn.Module, what: str) -> list[Any]:
     kept = [getattr(op, "default", op) for op in found if op is not None]
     if any(getattr(module, "has_bias", False) is True for module in block.modules()):
         # transformers adds expert biases (GPT-OSS) to these results in place, and kept results must not change
-        kept = [op for op in kept if op not in (torch.ops.aten._grouped_mm.default, torch.ops.aten.bmm.default)]
+        kept = [op for op in kept if op is not torch.ops.aten._grouped_mm.default]
     return kept
 
 
@@ -132,18 +133,53 @@ def _recomputed(block: nn.Module, forward: Callable[..., Any], what: str) -> Cal
     keep = _kept_ops(block, what)
     attends = {getattr(getattr(m, "config", None), "_attn_implementation", None) for m in block.modules()} - {None}
     has_ops = not attends or bool(attends & {"sdpa", BY_SAMPLE})  # other backends do not use torch's operators
+    is_checked: list[bool] = []
+
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        if is_checked:  # once: a block does the same in each step, and recomputation frees kept results
+            return forward(*args, **kwargs)
+        is_checked.append(True)
+        with _KeptStayEqual(keep, type(block).__name__):
+            return forward(*args, **kwargs)
 
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
-        options: dict[str, Any] = {}
+        called, options = forward, {}
         if what == "selective":
             # created here and not outside, because the compiler must see the parts
             contexts: Any = functools.partial(create_selective_checkpoint_contexts, list(keep))
             options = {"context_fn": contexts, **_OFFLOADS_KEPT}
+            if not (is_checked or torch.compiler.is_compiling()):
+                called = checked
         elif has_ops and not torch.compiler.is_compiling():
             options = {"context_fn": lambda: (_AttentionKept(keep, BY_SAMPLE in attends),) * 2}
-        return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
+        return checkpoint(called, *args, use_reentrant=False, **options, **kwargs)
 
     return _in_training(block, forward, checkpointed)
+
+
+class _KeptStayEqual(TorchDispatchMode):
+    """Raises if a kept result is changed in place, with which the backward pass would compute wrong gradients.
+
+    torch (2.15) notices only some of these changes (findings/selective-checkpoint-keeps-what-is-changed-in-place.sh):
+    delete when it notices all.
+    """
+
+    def __init__(self, ops: list[Any], owner: str) -> None:
+        super().__init__()
+        self._ops, self._owner, self._kept = ops, owner, set[int]()
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = op(*args, **(kwargs or {}))
+        if op in self._ops:
+            tree_map_only(torch.Tensor, lambda t: self._kept.add(t.untyped_storage()._cdata), out)
+        elif isinstance(op, torch._ops.OpOverload) and op._schema.is_mutable:
+            pairs = zip(args, op._schema.arguments, strict=False)
+            written = [given for given, of in pairs if of.alias_info is not None and of.alias_info.is_write]
+            changed = [t for t in written if torch.is_tensor(t) and t.untyped_storage()._cdata in self._kept]
+            given = f"selective, but {self._owner} changes a kept result in place ({op})"
+            fix = "write mode: full"
+            require(not changed, "activation_checkpointing.mode", given, "none, full or every_n for this model", fix)
+        return out
 
 
 class _AttentionKept:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from lit_fsdp.checkpoint.manifest import read_manifest
 from tests.dist.forks import command, on_ranks
@@ -96,6 +98,23 @@ def test_losses_without_a_reference_do_not_depend_on_ranks(tiny_model: Path, tmp
         names = ("loss", "rewards/margins", *(("nll_loss",) if loss == "orpo" else ()))
         assert worst(found[0]["steps"], alone["steps"], names) < 2e-5, loss
         assert found[0]["steps"][-1]["loss"] < found[0]["steps"][0]["loss"]
+
+
+def test_another_model_or_setting_has_a_reference_of_its_own(tiny_model: Path, tmp_path: Path) -> None:
+    """Its first loss is that of two equal models, although rows, names and even sums of the weights are the same."""
+    other = shutil.copytree(tiny_model, tmp_path / "other")
+    weights = load_file(other / "model.safetensors")
+    weights["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"].flip(1).contiguous()
+    save_file(weights, other / "model.safetensors", {"format": "pt"})
+    job: dict[str, Any] = {"strategy": {"engine": "single"}, "steps": 1}
+    for number, (folder, overrides) in enumerate(
+        ((tiny_model, None), (other, None), (tiny_model, {"rms_norm_eps": 0.5}), (tiny_model, None))
+    ):
+        model = {"config_overrides": overrides} if overrides else {}
+        run = str(tmp_path / f"run-{number}")
+        (found,) = on_ranks("train_pairs", 1, folder=str(folder), run=run, model=model, **job)
+        assert found["steps"][0]["loss"] == pytest.approx(math.log(2), abs=1e-6), number
+    assert len(found["references"]) == 3
 
 
 def test_a_resumed_run_is_bit_equal_and_takes_the_reference_of_before(tiny_model: Path, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
 from lit_fsdp.config.strategy import ActivationConfig
+from lit_fsdp.errors import ConfigError
 from lit_fsdp.models.build import build_on_meta
 from lit_fsdp.parallel import activation
 from lit_fsdp.parallel.activation import prepare_blocks, recomputes
@@ -145,9 +146,10 @@ def test_a_smaller_budget_saves_less(monkeypatch: pytest.MonkeyPatch):
     assert saved[0] < saved[1] / 2
 
 
-def test_what_is_added_to_in_place_is_not_kept():
-    """GPT-OSS adds the biases of its experts to their products."""
-    model = AutoModelForCausalLM.from_config(tiny("gpt_oss")).train()
+@pytest.mark.parametrize("family", ["gpt_oss", "gemma3n_text"])
+def test_what_is_added_to_in_place_is_not_kept(family: str):
+    """GPT-OSS adds the biases of its experts to their products, Gemma 3n a layer's input to a product of batches."""
+    model = AutoModelForCausalLM.from_config(tiny(family)).train()
     ids, found = torch.arange(3, 19).reshape(2, 8), []
     for mode in ("none", "selective"):
         prepare_blocks(model.model.layers, ActivationConfig(mode=mode))
@@ -156,6 +158,26 @@ def test_what_is_added_to_in_place_is_not_kept():
         found.append([param.grad.clone() for param in model.parameters() if param.grad is not None])
     assert found[0]
     assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_kept_result_that_the_model_changes_in_place_is_refused(bias: bool):
+    """Without a bias torch notices nothing, and gradients would be wrong."""
+
+    class Adds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(WIDTH, WIDTH, bias), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out = self.first(x)
+            out += x
+            return self.second(out.square())
+
+    block = Adds()
+    prepare_blocks([block], ActivationConfig(mode="selective"))
+    with pytest.raises(ConfigError, match=r"selective, but Adds changes a kept result in place \(aten.add_"):
+        block(torch.randn(2, 3, WIDTH, requires_grad=True))
 
 
 class Calls(TorchDispatchMode):
