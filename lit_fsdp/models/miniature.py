@@ -66,7 +66,7 @@ def _small_values(full: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) ->
     values: dict[str, Any] = full.to_dict()
     heads, kv_heads = _heads(full)
     hidden = heads * _HEAD_DIM
-    kinds = list(dict.fromkeys(values.get("layer_types") or []))
+    kinds = list(dict.fromkeys(values.get(full.attribute_map.get("layer_types", "layer_types")) or []))
     shares = bool(values.get("num_kv_shared_layers"))  # the last blocks reuse keys of an earlier block of each type
     num_layers = min(full.num_hidden_layers, max(2, len(kinds) * (1 + shares)), 4)
     head_dim = _HEAD_DIM

@@ -133,14 +133,15 @@ def _recomputed(block: nn.Module, forward: Callable[..., Any], what: str) -> Cal
     keep = _kept_ops(block, what)
     attends = {getattr(getattr(m, "config", None), "_attn_implementation", None) for m in block.modules()} - {None}
     has_ops = not attends or bool(attends & {"sdpa", BY_SAMPLE})  # other backends do not use torch's operators
-    is_checked: list[bool] = []
+    changes: list[bool] = []  # whether the block changes kept results, once that is known: it is so in each step
 
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        if is_checked:  # once: a block does the same in each step, and recomputation frees kept results
+    def protected(*args: Any, **kwargs: Any) -> Any:
+        if changes == [False]:  # known since the forward pass
             return forward(*args, **kwargs)
-        is_checked.append(True)
-        with _KeptStayEqual(keep, type(block).__name__):
-            return forward(*args, **kwargs)
+        with _KeptStayEqual(keep) as mode:
+            out = forward(*args, **kwargs)
+        changes[:] = [bool(changes == [True] or mode.num_copied)]
+        return out
 
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
         called, options = forward, {}
@@ -148,8 +149,8 @@ def _recomputed(block: nn.Module, forward: Callable[..., Any], what: str) -> Cal
             # created here and not outside, because the compiler must see the parts
             contexts: Any = functools.partial(create_selective_checkpoint_contexts, list(keep))
             options = {"context_fn": contexts, **_OFFLOADS_KEPT}
-            if not (is_checked or torch.compiler.is_compiling()):
-                called = checked
+            if not torch.compiler.is_compiling() and changes != [False]:
+                called = protected
         elif has_ops and not torch.compiler.is_compiling():
             options = {"context_fn": lambda: (_AttentionKept(keep, BY_SAMPLE in attends),) * 2}
         return checkpoint(called, *args, use_reentrant=False, **options, **kwargs)
@@ -158,27 +159,26 @@ def _recomputed(block: nn.Module, forward: Callable[..., Any], what: str) -> Cal
 
 
 class _KeptStayEqual(TorchDispatchMode):
-    """Raises if a kept result is changed in place, with which the backward pass would compute wrong gradients.
+    """Gives code that changes a kept result in place a copy to change; otherwise recomputation would change it again.
 
-    torch (2.15) notices only some of these changes (findings/selective-checkpoint-keeps-what-is-changed-in-place.sh):
-    delete when it notices all.
+    torch (2.15) notices only some of these changes, and others give wrong gradients
+    (findings/selective-checkpoint-keeps-what-is-changed-in-place.sh): delete when it notices all.
     """
 
-    def __init__(self, ops: list[Any], owner: str) -> None:
+    def __init__(self, ops: list[Any]) -> None:
         super().__init__()
-        self._ops, self._owner, self._kept = ops, owner, set[int]()
+        self._ops, self._kept, self.num_copied = ops, set[int](), 0
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if isinstance(op, torch._ops.OpOverload) and op._schema.is_mutable:
+            for tensor, argument in zip(args, op._schema.arguments, strict=False):
+                is_written = argument.alias_info is not None and argument.alias_info.is_write
+                if is_written and torch.is_tensor(tensor) and tensor.untyped_storage()._cdata in self._kept:
+                    tensor.set_(tensor.clone())  # type: ignore[call-overload]
+                    self.num_copied += 1
         out = op(*args, **(kwargs or {}))
         if op in self._ops:
-            tree_map_only(torch.Tensor, lambda t: self._kept.add(t.untyped_storage()._cdata), out)
-        elif isinstance(op, torch._ops.OpOverload) and op._schema.is_mutable:
-            pairs = zip(args, op._schema.arguments, strict=False)
-            written = [given for given, of in pairs if of.alias_info is not None and of.alias_info.is_write]
-            changed = [t for t in written if torch.is_tensor(t) and t.untyped_storage()._cdata in self._kept]
-            given = f"selective, but {self._owner} changes a kept result in place ({op})"
-            fix = "write mode: full"
-            require(not changed, "activation_checkpointing.mode", given, "none, full or every_n for this model", fix)
+            tree_map_only(torch.Tensor, lambda tensor: self._kept.add(tensor.untyped_storage()._cdata), out)
         return out
 
 
