@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from lit_fsdp.config.model import GPU_ATTENTION, ModelConfig, gpu_attention_on_cpu
 from lit_fsdp.errors import ConfigError, require
-from lit_fsdp.models.attention import by_sample
+from lit_fsdp.models.attention import by_sample, check_causal
 from lit_fsdp.models.experts import choose_eager, prepare_experts
 from lit_fsdp.models.lora import apply_lora
 from lit_fsdp.models.pointwise import apply_single_functions
@@ -100,6 +100,7 @@ def build_trainable(
     place. Also returns the content of ``adapter_config.json``, which names ``base``.
     """
     model = build_on_meta(hf_config, config.attn_implementation, config.trust_remote_code)
+    check_causal(model)
     if choose_eager(model):
         _log.warning("experts run sequentially (eager): grouped matrix products need sizes that are multiples of 8")
     vocabulary = vocabulary_modules(model) if config.add_tokens else {}

@@ -21,10 +21,14 @@ FEW = tuple(name for name in f"{_UNLIKE} qwen3_next deepseek_v3 bloom".split() i
 
 
 def tiny(model_type: str) -> PretrainedConfig:
-    """The default config of a family, as ``model.miniature: true`` makes it; of Granite with a factor on its logits."""
+    """The default config of a family, as ``model.miniature: true`` makes it, as a decoder; logits of Granite scaled."""
     config = shrink(AutoConfig.for_model(model_type), miniature_tokenizer())
     if model_type == "granite":
         config.logits_scaling = 8.0
+    if hasattr(config, "is_decoder"):  # BERT and its kin; others ignore it
+        config.is_decoder = True
+    if model_type == "xlm":
+        config.causal = True
     return config
 
 

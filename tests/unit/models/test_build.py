@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import re
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoConfig
 
 from lit_fsdp.audit import audit_recipe
+from lit_fsdp.config.model import ModelConfig
 from lit_fsdp.errors import ConfigError
-from lit_fsdp.models.build import attention_words, build_on_meta, check_attention
+from lit_fsdp.models.build import attention_words, build_on_meta, build_trainable, check_attention
+from lit_fsdp.models.miniature import shrink
+from lit_fsdp.models.tokenizers import miniature_tokenizer
 from lit_fsdp.module import CausalLMModule
 from tests.runs import check_recipe
 
@@ -57,3 +62,28 @@ def test_an_audit_needs_no_package(tiny):
     assert all(audited("llama", attention) == audited("llama", "sdpa") for attention in gpu_only)
     with pytest.raises(ConfigError, match="flash_attention_2 for bloom"):
         audited("bloom", "flash_attention_2")
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "fix"),
+    [
+        ("bert", {}, "set model.config_overrides: {is_decoder: true}"),
+        ("bert", {"is_decoder": True}, ""),
+        ("xlm", {}, "set model.config_overrides: {causal: true}"),
+        ("doge", {"is_moe": True, "num_experts": 16}, "use a Doge model without is_moe"),
+        ("doge", {}, ""),
+        ("llama", {}, ""),
+    ],
+)
+def test_a_model_whose_tokens_see_later_tokens_is_refused_by_name(family: str, changes: dict[str, Any], fix: str):
+    config = AutoConfig.for_model(family, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, **changes)
+    if not fix:
+        build_trainable(config, ModelConfig(name=family))
+        return
+    with pytest.raises(ConfigError, match=f"a token depends on later tokens(?s:.*){re.escape(fix)}"):
+        build_trainable(config, ModelConfig(name=family))
+
+
+def test_the_miniature_of_a_hybrid_has_a_block_of_each_kind():
+    small = shrink(AutoConfig.for_model("nemotron_h"), miniature_tokenizer())
+    assert len(set(small.layers_block_type)) == small.num_hidden_layers == 4
