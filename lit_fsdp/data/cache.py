@@ -179,6 +179,7 @@ def tokenized(encoded: Sequence[EncodedRow], keys: Sequence[int] = ()) -> tuple[
         "dropped": Counter(why for row in encoded for why in row.dropped),
         "unwritten": Counter(kind for row in encoded for kind in row.unwritten),
         "plain_text": sum(row.is_plain for row in encoded),
+        "answers_without_text": sum(row.lacks_text for row in encoded),
     }
     return counts, {name: np.array(array, dtype=ARRAYS[name]) for name, array in arrays.items()}
 
