@@ -80,7 +80,7 @@ _TRL: Table = {  # its SFTConfig, ModelConfig and ScriptArguments, 1.16
         None,
     ),
     "chat_template_path": Keep("data.chat_template"),
-    "dataset_num_proc": Keep("data.num_tokenizers"),
+    **rows("dataset_num_proc preprocessing_num_workers", Keep("data.num_tokenizers")),
     "truncation_mode": Keep("data.truncation", {"keep_start": "end", "keep_end": "start"}),
     "packing_strategy": Drop("packs are built by best-fit decreasing, and longer rows are truncated", "bfd"),
     "loss_type": Drop("the loss is the mean over supervised tokens", "nll chunked_nll"),
@@ -106,8 +106,15 @@ _TRL: Table = {  # its SFTConfig, ModelConfig and ScriptArguments, 1.16
     **rows("bnb_4bit_quant_type bnb_4bit_quant_storage", Drop("4-bit weights are NF4", "nf4 uint8")),
     "lora_task_type": Drop("the model is causal", "CAUSAL_LM"),
     "attn_implementation": Keep("model.attn_implementation"),
-    **rows("dataset_streaming ignore_bias_buffers", Drop("it does not change what is trained")),
-}
+    **rows("dataset_streaming streaming ignore_bias_buffers", Drop("it does not change what is trained")),
+    "env": Drop("environment variables train nothing: set them in the job"),
+    # of the alignment handbook
+    **rows("dataset_mixer dataset_mixture", Drop("it is not read: write data.train: ['NAME:SPLIT', …]; a share of the "
+                                                 "rows of one is 'NAME:SPLIT[:50%]'", OFF)),
+    **rows("dataset_splits dataset_configs", Drop("it is part of a name: write data.train: NAME:CONFIG:SPLIT, and the "
+                                                  "split of the validation rows as data.val", OFF)),
+    "chat_template": Drop("it is a text: write it to a file, and its path as data.chat_template", OFF),
+}  # fmt: skip
 """Keys of TRL's scripts, besides those of TrainingArguments."""
 _OF_MIXTURE: Table = {
     "columns": Drop("columns that a row format does not have are not read"),

@@ -18,7 +18,7 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from lit_fsdp.config.data import COLUMNS, DataConfig, RowFormat, Sources
-from lit_fsdp.data.encode import EncodedRow, RowEncoder
+from lit_fsdp.data.encode import CUT, TOO_LONG, EncodedRow, RowEncoder
 from lit_fsdp.data.readers import RawRow, Row
 from lit_fsdp.data.sources import Source, content_hash, find_sources
 from lit_fsdp.data.workers import load
@@ -38,6 +38,11 @@ ARRAYS = {
 _log = logging.getLogger(__name__)
 _VERSION = 14
 """Version of the written format; a change creates a new folder."""
+_FIXES = {
+    CUT: "increase data.max_seq_length, or set data.truncation: start",
+    TOO_LONG: "increase data.max_seq_length",
+}
+"""Fixes for a source without supervised tokens, by the reason of most of its dropped rows."""
 _NAMED = 20
 _ROWS = 250
 
@@ -118,7 +123,9 @@ def nothing_supervised(name: str, dropped: dict[str, int], refused: Sequence[str
     """Build the error for a source without supervised tokens, with the first of its invalid rows."""
     reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.items()) or "0"
     first = "".join(f"\n  first invalid row: {line.splitlines()[0]}" for line in refused[:1])
-    return DataError(f"{name}: no token of any row is supervised; rows dropped: {reasons}{first}")
+    fix = _FIXES.get(max(dropped, key=lambda reason: dropped[reason], default=""))
+    fix = f"\n  fix:     {fix}" if fix else ""
+    return DataError(f"{name}: no token of any row is supervised; rows dropped: {reasons}{first}{fix}")
 
 
 def say_dropped(refused: Sequence[str]) -> None:
@@ -142,6 +149,9 @@ def encode_rows(
                 raise row
             found += encoder.encode([row], form, [location])
         except DataError as error:
+            if not drops and "\n  fix:" not in str(error):
+                fix = "correct the row, or set data.on_bad_row: drop"
+                raise DataError(f"{error}\n  fix:     {fix}") from error
             if not drops:
                 raise
             refused.append(str(error))
@@ -169,6 +179,7 @@ def tokenized(encoded: Sequence[EncodedRow], keys: Sequence[int] = ()) -> tuple[
         "dropped": Counter(why for row in encoded for why in row.dropped),
         "unwritten": Counter(kind for row in encoded for kind in row.unwritten),
         "plain_text": sum(row.is_plain for row in encoded),
+        "answers_without_text": sum(row.lacks_text for row in encoded),
     }
     return counts, {name: np.array(array, dtype=ARRAYS[name]) for name, array in arrays.items()}
 

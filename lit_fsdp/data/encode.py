@@ -30,6 +30,8 @@ _VERSION = 8
 """Incremented when a change here or below alters the tokens or masks of the same rows."""
 CUT, TOO_LONG = "cut before the assistant's turn", "longer than max_seq_length"
 EMPTY, NOTHING_LEFT = "empty", "without a supervised token"
+_FEW_TOKENS = 16
+"""Answers without text have fewer supervised tokens: end tokens, blanks, and empty reasoning."""
 _TEMPLATE = "data.chat_template: chatml"
 _SPLITS_TURNS = ("data.split_turns", "true")
 
@@ -48,6 +50,8 @@ class EncodedRow:
     """Roles of texts that the template omits, ``tools`` for schemas; allowed by ``data.unwritten_text``."""
     is_plain: bool = False
     """Whether it is a prompt and a completion in plain text, which no template renders."""
+    lacks_text: bool = False
+    """Whether a supervised answer has no text, only special tokens, such as the end of the turn."""
 
 
 class _Part(NamedTuple):
@@ -115,7 +119,10 @@ class RowEncoder:
                     dropped = (EMPTY if row_format == "text" else NOTHING_LEFT,)
                 samples = [one for part in parts for one in part.samples]
                 plain = row_format == "prompt_completion" and is_plain(row)
-                found.append(EncodedRow(samples, sum(part.truncated for part in parts), dropped, unwritten, plain))
+                answers = () if row_format in ("text", "tokens") else zip(whole, parts, strict=True)
+                is_empty = any(part.samples and self._lacks_text(one) for one, part in answers)  # before truncation
+                cut = sum(part.truncated for part in parts)
+                found.append(EncodedRow(samples, cut, dropped, unwritten, plain, is_empty))
         every = [each.input_ids for encoded in found for each in encoded.samples]
         if every and np.concatenate(every).max() >= self._num_ids:
             for encoded, location in zip(found, locations, strict=True):
@@ -210,6 +217,14 @@ class RowEncoder:
                 f"  fix:     {fix}, or data.on_bad_row: drop"
             )
         return tuple(kind for _, kind in unwritten)
+
+    def _lacks_text(self, whole: Encoded) -> bool:
+        """Whether the supervised tokens of a sample are special tokens, blank, or reasoning without text."""
+        if not 0 < np.count_nonzero(whole.supervised) < _FEW_TOKENS:
+            return False
+        ids = whole.input_ids[whole.supervised].tolist()
+        text = self.tokenizer.decode(ids, skip_special_tokens=True)
+        return not text.replace("<think>", "").replace("</think>", "").strip()
 
     def _check_ids(self, ids: Sequence[int] | np.ndarray, location: str) -> None:
         if (highest := int(np.max(ids, initial=0))) >= self._num_ids:

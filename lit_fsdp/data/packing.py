@@ -188,17 +188,27 @@ def plan_packs(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarr
 def describe_data(samples: Mapping[str, Samples], config: DataConfig, encoder: RowEncoder) -> dict[str, Any]:
     """Summarize the data before step 1, as JSON: statistics of each split, and the settings that determine them.
 
-    Logs warnings about a chat template with which the model would not begin or end its answers as in training.
+    Logs warnings about a chat template with which the model would not begin or end its answers as in training, and
+    about answers without text.
     """
+    held_out = {"val"} if config.val_split is not None and "train" in samples else set()
     if is_first_process():
         _warn_of_template(samples, config, encoder)
+        for name, split in samples.items():
+            num_empty = split.rows.meta.get("answers_without_text")
+            if num_empty and name not in held_out:
+                _log.warning(
+                    "data.%s: the answers of %d rows have no text besides special tokens; such rows teach the model "
+                    "to end its turn at once: remove them",
+                    *(name, num_empty),
+                )
     names = ("packing", "max_seq_length", "global_batch_size", "micro_batch_size", "truncation")
     turns = f"assistant turns ({config.supervise}{', each a sample' if config.split_turns else ''})"
     return {
         **{name: getattr(config, name) for name in names},
         "loss_on": "every token" if config.train_on_prompt else turns,
         "template": config.chat_template or ("the tokenizer's own" if encoder.chat_template else "no"),
-        "splits": {name: _described(split) for name, split in samples.items()},
+        "splits": {name: _described(split, name in held_out) for name, split in samples.items()},
     }
 
 
@@ -235,18 +245,23 @@ def _without_end(split: Samples, config: DataConfig, encoder: RowEncoder) -> int
     return 0 if any(np.isin(ids[mask != 0], ends).any() for ids, mask in rows) else len(rows)
 
 
-def _described(split: Samples) -> dict[str, Any]:
-    meta, lengths = split.rows.meta, split.lengths
+def _described(split: Samples, is_held_out: bool) -> dict[str, Any]:
+    """Summarize a split; for held-out rows, whose file is also read for train, without the counts of that file."""
+    meta, lengths = {} if is_held_out else split.rows.meta, split.lengths
+    sources = split.rows.meta["sources"]
+    if all("rows" in source for source in sources):  # as tokenized: of all splits, and two samples of each pair
+        borders = np.cumsum([0, *(source["rows"] for source in sources)])
+        num_rows = (np.histogram(split.row_ids, borders)[0] // (2 if split.pairs else 1)).tolist()
+        sources = [{**source, "rows": count} for source, count in zip(sources, num_rows, strict=True)]
     tokens, supervised = int(lengths.sum()), int(split.num_supervised.sum())
     quantiles = np.percentile(lengths, (0, 50, 95, 100)).round().astype(int).tolist()
     return {
-        "from": meta.get("seen", str(split.rows.folder)),
-        "sources": [s | {"set": name} for s, name in zip(meta["sources"], split.sets, strict=True)]
-        if split.sets
-        else meta["sources"],
-        **{name: meta[name] for name in ("rows_read", "dropped", "truncated", "unwritten")},
+        "from": "data.val_split of train" if is_held_out else meta.get("seen", str(split.rows.folder)),
+        "sources": [s | {"set": name} for s, name in zip(sources, split.sets, strict=True)] if split.sets else sources,
+        **{name: meta.get(name) for name in ("rows_read", "dropped", "truncated", "unwritten")},
         "columns_not_read": ", ".join(meta.get("unread", ())) or None,
-        "plain_text": meta.get("plain_text") or None,
+        **{name: meta.get(name) or None for name in ("plain_text", "answers_without_text")},  # not in older caches
+        "pairs": len(split) if split.pairs else None,
         "samples": len(lengths),
         "tokens": tokens,
         "supervised_tokens": supervised,

@@ -16,7 +16,7 @@ import random
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -32,23 +32,30 @@ _WORDS = ("red", "green", "blue", "white", "black", "yellow", "box", "ball", "cu
 _BOM = b"\xef\xbb\xbf"
 _TABLE_ROWS = 250
 _TABLES = {".parquet": "parquet", ".arrow": "arrow"}
-_SEPARATORS = {".csv": ",", ".tsv": "\t"}
+_SEPARATORS = {".csv": ",;\t", ".tsv": "\t"}
+"""Separators in the order in which they are tried: Excel writes the list separator of the user's region."""
+_NOT_SUPPORTED = (".bz2", ".xz", ".zst", ".zip")
+_TO_UTF8 = "\n  fix:     convert the file to UTF-8, for example with iconv -f WINDOWS-1252 -t UTF-8"
 KINDS = (".jsonl", ".ndjson", ".json", ".txt", *_TABLES, *_SEPARATORS)
 """File extensions of row files; the extension ``.gz`` may follow."""
 
 
 def kind_of(path: str) -> str:
     """Return the file extension that selects the reader, without a trailing ``.gz``."""
-    return Path(path.removesuffix(".gz")).suffix.lower()
+    return Path(path.lower().removesuffix(".gz")).suffix
 
 
 def read_file(path: str, start: int = 0) -> Iterator[RawRow]:
     """Read the rows of a file, or of ``generated:N``, from row ``start``; DataError if reading fails."""
     kind = kind_of(path)
+    if kind in _NOT_SUPPORTED:
+        raise DataError(f"{path}: not supported compression {kind}\n  allowed: .gz\n  fix:     decompress it")
     if kind in _TABLES:
         import datasets
 
         options: Any = {"data_files": glob.escape(path), "split": "train", "streaming": True}
+        if kind == ".parquet":  # the default of datasets 5.2, the size of the first row group, must not be 0
+            options["batch_size"] = 4 * _TABLE_ROWS
         with naming(path):
             table = datasets.load_dataset(_TABLES[kind], **options)
         return read_table(path, table, start)
@@ -130,12 +137,13 @@ def naming(name: str) -> Iterator[None]:
         while cause.__cause__ is not None:
             cause = cause.__cause__
         why = " ".join(str(cause).split())[:300]
-        raise DataError(f"{name}: cannot be read ({type(cause).__name__}: {why})") from error
+        fix = _TO_UTF8 if isinstance(cause, UnicodeDecodeError) else ""
+        raise DataError(f"{name}: cannot be read ({type(cause).__name__}: {why}){fix}") from error
 
 
 @contextmanager
 def _opened(path: str) -> Iterator[Any]:
-    with naming(path), gzip.open(path, "rb") if path.endswith(".gz") else open(path, "rb") as file:
+    with naming(path), gzip.open(path, "rb") if path.lower().endswith(".gz") else open(path, "rb") as file:
         yield file
 
 
@@ -163,14 +171,20 @@ def _document(path: str) -> list[Any]:
     return loaded if isinstance(loaded, list) else [loaded]
 
 
-def _records(path: str, separator: str) -> Iterator[RawRow]:
-    """Yield rows of text, each with the line where it ends: "007" and "NA" stay unchanged."""
+def _records(path: str, separators: str) -> Iterator[RawRow]:
+    """Yield rows of text, each with the line where it ends: "007" and "NA" stay unchanged.
+
+    The first separator by which the header has several columns applies, or else the first one.
+    """
     csv.field_size_limit(2**31 - 1)  # cells may be whole documents
     with _opened(path) as file, io.TextIOWrapper(file, "utf-8-sig", newline="") as text:
-        records = csv.reader(text, delimiter=separator, strict=True)
+        head = [text.readline()]
+        used = (one for one in separators if len(next(csv.reader(head, delimiter=one), [])) > 1)
+        records = csv.reader(chain(head, text), delimiter=next(used, separators[0]), strict=True)
         names = next(records, [])
         if len(set(names)) < len(names):
-            raise DataError(f"{path}: duplicate column names in {', '.join(names)}")
+            fix = "give each column its own name"
+            raise DataError(f"{path}: duplicate column names in {', '.join(names)}\n  fix:     {fix}")
         try:
             for cells in filter(None, records):  # skips empty lines
                 location = f"{path}:{records.line_num}"
@@ -187,7 +201,7 @@ def from_json(content: bytes, location: str, is_text: bool = False) -> Any:
         text = content.removeprefix(_BOM).decode("utf-8")
         return {"text": text.rstrip("\r\n")} if is_text else json.loads(text)
     except UnicodeDecodeError as error:
-        return DataError(f"{location}: not UTF-8 at byte {error.start}")
+        return DataError(f"{location}: not UTF-8 at byte {error.start}{_TO_UTF8}")
     except (ValueError, RecursionError) as error:
         shown = content[:60].decode("utf-8", "replace").rstrip()
         why = re.sub(r"line 1 (column \d+) \(char \d+\)", r"\1", str(error))

@@ -114,7 +114,8 @@ class AssistantTurns:
         prompted, start = self._template.text_of(conversation, before, generation_prompt=True) or "", spans[0][0]
         last = before[-1]["content"].strip() if before else ""
         tails = [self._tail(text[:start]), f"{last}{text[:start].rpartition(last)[2]}" if last else ""]
-        for prompt in (prompted, prompted.rpartition("<think>")[0]):  # the turn may render the reasoning differently
+        for is_cut in (False, True):
+            prompt = self._without_thought(conversation, before, prompted) if is_cut else prompted
             if any(tail and prompt.endswith(tail) for tail in tails):
                 if prompt != text[:start]:
                     of_prompt = replace(conversation, messages=before)
@@ -122,6 +123,18 @@ class AssistantTurns:
                 moved = len(prompt) - start
                 return prompt + text[start:], [(a + moved, b + moved) for a, b in spans], lacks
         return text, spans, lacks
+
+    def _without_thought(self, conversation: Conversation, before: list[Message], prompted: str) -> str:
+        """Return a generation prompt up to its ``<think>``, because the turn may render the reasoning differently.
+
+        Empty if the last such tag is not behind the last message: it is part of the conversation.
+        """
+        if before and "<think>" in prompted:
+            marked = _with_ends(replace(conversation, messages=before), [len(before) - 1])
+            shown = self._template.text_of(marked, marked.messages, generation_prompt=True) or ""
+            if (str(len(before) - 1), "z") not in _END.findall(shown.rpartition("<think>")[0].lower()):
+                return ""
+        return prompted.rpartition("<think>")[0]
 
     def unwritten(self, conversation: Conversation, text: str, *, generation_prompt: bool = False) -> list[Unwritten]:
         """Return non-assistant texts, and tools, that the template omits in part or in full.

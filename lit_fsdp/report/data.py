@@ -74,7 +74,8 @@ def data_table(record: Mapping[str, Any]) -> Table:
     """Format the result of :func:`lit_fsdp.data.packing.describe_data`, one column per split."""
     packing = "packed" if record["packing"] else f"padded, {record['micro_batch_size']} to a micro-batch"
     splits = list(record["splits"].values())
-    is_plain = bool(splits) and all(split.get("plain_text") == split["rows_read"] for split in splits)
+    counted = [split for split in splits if split["rows_read"] is not None]  # not for rows that train holds out
+    is_plain = bool(counted) and all(split.get("plain_text") == split["rows_read"] for split in counted)
     formats = {source["format"] for split in splits for source in split["sources"]}
     is_rendered = not is_plain and not formats <= {"text", "tokens"}
     template, loss_on = record["template"] if is_rendered else "no", record["loss_on"]
@@ -92,7 +93,8 @@ def data_table(record: Mapping[str, Any]) -> Table:
     for label in splits[0] if splits else ():
         cells = [visible(_cell(split[label])) for split in splits]
         if any(cells):
-            table.add_row(label.replace("_", " "), *(Text(cell or "-") for cell in cells))
+            unit = " (two per pair)" if label == "samples" and "preference" in formats else ""
+            table.add_row(label.replace("_", " ") + unit, *(Text(cell or "-") for cell in cells))
     if record["template"] != "no" and any(split.get("plain_text") for split in splits):
         table.caption_justify = "left"
         table.caption = "prompts and completions in plain text get no chat template; to get it, write them as messages"

@@ -109,6 +109,64 @@ def test_plain_text_without_the_chat_template_is_counted_and_said(capsys: Out):
         assert ("plain text get no chat template; to get it, write them as messages" in shown) == bool(count)
 
 
+def test_answers_without_text_are_counted_and_warned_of(capsys: Out, caplog: pytest.LogCaptureFixture):
+    """As empty cells of a table give them; nothing is said where there are none, or of pairs."""
+    Path("empty.csv").write_text('prompt,completion\na,b\nc,\nd," "\n')
+    Path("pairs.jsonl").write_text(json.dumps({"prompt": "a", "chosen": "", "rejected": "b"}) + "\n")
+    train = write("t.jsonl", ("u:a", "a:b"), ("u:c", "a:"))
+    for words, counts in (
+        (["empty.csv"], {"train": 2}),
+        (["empty.csv", "--data.streaming", "true"], {"train": 2}),
+        (["empty.csv", "--data.val", train], {"train": 2, "val": 1}),
+        (["empty.csv", "--data.val_split", "1"], {"train": 2}),
+        ([train, "--data.format", "messages"], {"train": 1}),
+        (["pairs.jsonl"], {}),
+    ):
+        caplog.clear()
+        assert inspect("--data.train", *words, "--json") == 0
+        record = json.loads(capsys.readouterr().out)["data"]
+        found = {name: split["answers_without_text"] for name, split in record["splits"].items()}
+        assert {name: count for name, count in found.items() if count} == counts
+        said = [one.getMessage() for one in caplog.records if "have no text" in one.getMessage()]
+        assert [one.partition(" besides")[0] for one in said] == [
+            f"data.{name}: the answers of {count} rows have no text" for name, count in counts.items()
+        ]
+        assert ("answers without text" in [*data_table(record).columns[0].cells]) == bool(counts)
+    assert inspect("--data.train", "empty.csv", "--json") == 0
+    file = Path(json.loads(capsys.readouterr().out)["data"]["splits"]["train"]["from"], "meta.json")
+    older = json.loads(file.read_text())
+    del older["answers_without_text"]
+    file.write_text(json.dumps(older))
+    assert inspect("--data.train", "empty.csv", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["data"]["splits"]["train"]["answers_without_text"] is None
+
+
+def test_pairs_and_held_out_rows_are_counted_as_such(capsys: Out):
+    pairs = [{"prompt": f"{i}", "chosen": "a", "rejected": "b"} for i in range(80)]
+    for name, part in (("a.jsonl", pairs[:50]), ("b.jsonl", pairs[50:])):
+        Path(name).write_text("".join(json.dumps(row) + "\n" for row in part))
+    sources = ["--data.train", "[a.jsonl, b.jsonl]"]
+    assert inspect(*sources, "--json") == 0
+    (whole,) = json.loads(capsys.readouterr().out)["data"]["splits"].values()
+    assert [source["rows"] for source in whole["sources"]] == [50, 30]
+    assert (whole["rows_read"], whole["pairs"], whole["samples"]) == (80, 80, 160)
+    assert inspect(*sources, "--data.val_split", "6", "--json") == 0
+    record = json.loads(capsys.readouterr().out)["data"]
+    train, val = record["splits"].values()
+    assert [one["rows_read"] for one in (train, val)] == [80, None]
+    assert [(one["pairs"], one["samples"]) for one in (train, val)] == [(74, 148), (6, 12)]
+    assert [sum(source["rows"] for source in one["sources"]) for one in (train, val)] == [74, 6]
+    assert [one["rows"] + other["rows"] for one, other in zip(*(s["sources"] for s in (train, val)), strict=True)] == [
+        50,
+        30,
+    ]
+    assert val["from"] == "data.val_split of train"
+    labels, *columns = ([*column.cells] for column in data_table(record).columns)
+    shown = {label: [str(column[row]) for column in columns] for row, label in enumerate(labels)}
+    assert shown["rows read"] == ["80", "-"]
+    assert (shown["pairs"], shown["samples (two per pair)"]) == (["74", "6"], ["148", "12"])
+
+
 def test_texts_and_tokens_are_not_described_as_conversations(capsys: Out):
     for row, header in (
         ({"text": "hello"}, "Data: no chat template, loss on every token, "),

@@ -166,6 +166,30 @@ def test_a_file_of_trl_has_its_defaults(tmp_path: Path) -> None:
     assert (plain.get("model.optim.lr"), strategy(plain)["precision"]) == (5e-5, "fp32")
 
 
+def test_keys_of_trls_parser_and_of_the_alignment_handbook() -> None:
+    """What does not change training is dropped without the need to allow it; of the rest, it is said what to write."""
+    given: dict[str, Any] = {"assistant_only_loss": True, "torch_dtype": "bfloat16", "use_peft": True}
+    given |= {"env": {"WANDB_API_KEY": "secret"}, "streaming": False, "preprocessing_num_workers": 12}
+    found = convert("hf-trainer", given | {"datasets": [{"path": "org/d", "split": "train"}]}, 1)
+    assert not found.differs
+    assert found.get("data.num_tokenizers") == 12
+    told = [str(fate) for fate in found.fates]
+    assert "env: dropped because environment variables train nothing: set them in the job" in told
+    assert not any("secret" in line for line in (*told, found.as_yaml("x")))
+    for key, value, line in (
+        ("dataset_mixer", {"org/d": 0.5}, "write data.train: ['NAME:SPLIT', …]; a share of the rows of one is"),
+        (
+            "dataset_splits",
+            ["train_sft", "test_sft"],
+            "write data.train: NAME:CONFIG:SPLIT, and the split of the valid",
+        ),
+        ("chat_template", "{% for m in messages %}", "write it to a file, and its path as data.chat_template"),
+    ):
+        (told_of,) = [str(fate) for fate in convert("hf-trainer", {**given, key: value}, 1).fates if fate.differs]
+        assert told_of.startswith(f"{key}: dropped because it is ")
+        assert line in told_of
+
+
 def test_a_misspelled_word_gets_the_nearest_one() -> None:
     with pytest.raises(ConfigError, match="write distributed_type: FSDP"):
         convert("accelerate", {"distributed_type": "FSPD"})

@@ -86,6 +86,28 @@ def test_the_first_bad_row_is_told_or_all_are_dropped(small, tmp_path, many, cap
     assert f"dropped (data.on_bad_row): {path}:73: not JSON" in caplog.text
 
 
+def test_errors_of_rows_say_what_to_do(small, tmp_path):
+    long = _row("u:" + "x" * 30, "a:y")
+    start = r"increase data\.max_seq_length, or set data\.truncation: start$"
+    for lines, options, fix in (
+        (
+            ["[1]"],
+            {},
+            r"^.*:2: list, not an object with columns\n  fix:     correct the row, or set data\.on_bad_row: drop$",
+        ),
+        (["no JSON"], {}, r"\n  fix:     correct the line, or set data\.on_bad_row: drop$"),
+        ([long], {"truncation": "error"}, r"\n  fix:     set data\.max_seq_length: 34, or data\.truncation: drop$"),
+        ([long, _row("u:nobody"), long], {}, rf"2 cut before the assistant's turn.*\n  fix:     {start}"),
+        ([long], {"truncation": "drop"}, r"1 longer than max_seq_length\n  fix:     increase data\.max_seq_length$"),
+    ):
+        first = [] if "cut" in fix or "longer" in fix else [_row("u:1", "a:2")]
+        path = _written(tmp_path / "rows.jsonl", *first, *lines)
+        with pytest.raises(DataError, match=fix):
+            _prepare(small, path, max_seq_length=16, **options)
+    with pytest.raises(DataError, match=r"rows dropped: 1 without a supervised token$"):
+        _prepare(small, _written(tmp_path / "rows.jsonl", _row("u:nobody")))
+
+
 def test_a_tokenizer_that_has_used_its_threads_before(small, tmp_path, many, monkeypatch):
     """They are gone after a fork, so that a tokenizer would wait for them for ever."""
     monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)

@@ -102,6 +102,35 @@ def test_plain_prompts_and_completions_stand_as_they_are():
     assert [_shown(each.samples[0])[:14] for each in mixed] == ["<s> a b Ċ +Ċ C", "<|im_start|> u", "<s> a b Ċ +Ċ C"]
 
 
+def test_answers_without_text_are_marked_and_trained_on_as_before():
+    """Where all that is supervised is special tokens and blanks; a call is text, and so is one of two answers."""
+    head = "<|im_start|> u s e r Ċ a <|im_end|> Ċ <|im_start|> a s s i s t a n t Ċ"
+
+    def talk(*answers: str) -> dict[str, Any]:
+        return {"messages": [one for text in answers for one in (TURN, {"role": "assistant", "content": text})]}
+
+    for row, form, wanted, lacks in [
+        ({"prompt": "a", "completion": ""}, "prompt_completion", ["<s> a +</s>"], True),
+        ({"prompt": "a", "completion": " "}, "prompt_completion", ["<s> a +Ġ +</s>"], True),
+        ({"prompt": "a", "completion": "0"}, "prompt_completion", ["<s> a +0 +</s>"], False),
+        ({"instruction": "a", "output": ""}, "instruction", [f"{head} +<|im_end|>"], True),
+        (talk(""), "messages", [f"{head} +<|im_end|>"], True),
+        (talk("<think>\n</think>"), "messages", [f"{head} +<think> +Ċ +</think> +<|im_end|>"], True),
+        (talk("b"), "messages", [f"{head} B +<|im_end|>"], False),
+        (talk("", "b"), "messages", [f"{head} +<|im_end|> +Ċ {head} B +<|im_end|>".replace("+Ċ", "Ċ")], False),
+        ({"text": "  "}, "text", ["<s> +Ġ +Ġ +</s>"], False),
+        ({"input_ids": [1, 2], "labels": [-100, 2]}, "tokens", None, False),
+    ]:  # fmt: skip
+        template = None if form in ("text", "tokens") else CHATML
+        found = _encode(row, form, template=template)
+        assert found.lacks_text is lacks, row
+        assert wanted is None or [_shown(one) for one in found.samples] == wanted, row
+    assert _encode(talk("", "b"), "messages", template=CHATML, split_turns=True).lacks_text
+    assert _encode({"prompt": "a", "completion": "  b"}, "prompt_completion", max_seq_length=3).lacks_text is False
+    empty = {"prompt": "abc", "completion": ""}
+    assert _encode(empty, "prompt_completion", max_seq_length=3) == EncodedRow([], 0, (CUT,), is_plain=True)
+
+
 def test_a_bad_row_of_a_base_model_is_named():
     with pytest.raises(ConfigError, match=r"^data\.chat_template: (?s:.*)fix:     set data\.chat_template: chatml$"):
         _encode({"messages": [TURN]}, "messages")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
 import os
@@ -98,8 +99,70 @@ def test_a_broken_line_is_named_and_the_others_are_read(tmp_path: Path):
         assert second == {"prompt": "a", "completion": "b"}
         with pytest.raises(DataError, match=r"a\.csv:2: \d cells? for the 2 columns prompt, completion"):
             raise error
-    with pytest.raises(DataError, match=r"c\.csv: duplicate column names in a, b, a"):
+    with pytest.raises(
+        DataError, match=r"c\.csv: duplicate column names in a, b, a\n  fix:     give each column its own"
+    ):
         _read(_write(tmp_path / "c.csv", "a,b,a\n1,2,3\n"))
+
+
+def test_tables_of_excel(tmp_path: Path):
+    """Separated as the region of the user has it, with commas in the cells; one column stays one."""
+    for head, lines in (
+        ("\ufeffprompt;completion", 'a, b;"x;\ny"\r\n'),
+        ("prompt\tcompletion", 'a, b\t"x;\ny"\n'),
+        ('"prompt";"completion"', 'a, b;"x;\ny"\n'),
+        ("prompt,completion", '"a, b","x;\ny"\n'),
+    ):
+        path = _write(tmp_path / "rows.csv", f"{head}\n{lines}")
+        assert _read(path) == [(f"{path}:3", {"prompt": "a, b", "completion": "x;\ny"})]
+    assert _rows(_write(tmp_path / "one.csv", "text\na;b\n")) == [{"text": "a;b"}]
+    assert _rows(_write(tmp_path / "one.tsv", "a;b\nc;d\n")) == [{"a;b": "c;d"}]
+
+
+def test_files_that_are_not_utf8_or_compressed_otherwise_say_what_to_do(tmp_path: Path):
+    to_utf8 = r"\n  fix:     convert the file to UTF-8, for example with iconv -f WINDOWS-1252 -t UTF-8$"
+    for name, content in (
+        ("a.csv", b"prompt,completion\na,caf\xe9\n"),
+        ("a.txt", b"caf\xe9\n"),
+        ("a.jsonl", b'{"text": "caf\xe9"}'),
+        ("a.json", b'[{"text": "caf\xe9"}]'),
+    ):
+        with pytest.raises(DataError, match=rf"^{_write(tmp_path / name, content)}.*{to_utf8}"):
+            _ = find_sources(str(tmp_path / name))[0].row_format
+    for suffix in (".bz2", ".xz", ".zst", ".zip", ".ZIP"):
+        path = _write(tmp_path / f"rows.jsonl{suffix}", b"BZh9")
+        with pytest.raises(DataError) as error:
+            _read(path)
+        assert str(error.value) == (
+            f"{path}: not supported compression {suffix.lower()}\n  allowed: .gz\n  fix:     decompress it"
+        )
+    for name in ("a.jsonl.gz", "a.csv.gz"):
+        path = tmp_path / name.upper()
+        content = "prompt,completion\np0,007\n" if "csv" in name else json.dumps(ROWS[0])
+        path.write_bytes(gzip.compress(content.encode()))
+        assert _rows(path) == ROWS[:1]
+
+
+def test_parquet_files_without_rows(tmp_path: Path):
+    """As Spark writes them; also a first row group without rows."""
+    import pyarrow
+    import pyarrow.parquet
+
+    full, empty = (pyarrow.table({"text": pyarrow.array(texts, pyarrow.string())}) for texts in (["a", "b"], []))
+    parts = {"0": [empty], "1": [full], "2": [], "3": [empty, full]}
+    for name, tables in parts.items():
+        with pyarrow.parquet.ParquetWriter(tmp_path / f"part-{name}.parquet", full.schema) as writer:
+            for table in tables:
+                writer.write_table(table)
+    wanted = [{"text": "a"}, {"text": "b"}] * 2
+    for name in (tmp_path, tmp_path / "part-*.parquet"):
+        (source,) = find_sources(str(name))
+        found = list(source.read())
+        assert [source.parse(raw)[1] for _, raw in found] == wanted
+        assert list(source.read(*found[1][0])) == found[2:]
+    for number in (0, 2):
+        with pytest.raises(DataError, match=rf"part-{number}\.parquet: no rows"):
+            _ = find_sources(str(tmp_path / f"part-{number}.parquet"))[0].row_format
 
 
 def test_a_folder_is_divided_as_datasets_does_it(tmp_path: Path):

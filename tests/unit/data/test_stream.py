@@ -71,6 +71,19 @@ def test_the_same_batches_on_any_ranks_and_from_any_position(small: Any, tmp_pat
         assert (epoch == in_file_order) is not shuffle
 
 
+def test_parquet_parts_without_rows_are_passed(small: Any, tmp_path: Path):
+    import pyarrow
+    import pyarrow.parquet
+
+    full = _file(tmp_path / "a.parquet", 9)
+    empty = pyarrow.parquet.read_table(full).slice(0, 0)
+    for name in ("0.parquet", "z.parquet"):  # before and behind the rows
+        pyarrow.parquet.write_table(empty, tmp_path / name)
+    names = (full, str(tmp_path / "*.parquet"))
+    alone, among = ([item for item, _ in _global_batches(small, 5, train=name, shuffle=False)] for name in names)
+    assert alone == among
+
+
 def test_weights_are_shares_and_a_short_source_begins_again(small: Any, tmp_path: Path):
     entries: Any = [
         SourceConfig(source=_file(tmp_path / "a.jsonl", 5), weight=3.0),

@@ -286,6 +286,24 @@ def test_a_turn_stands_behind_the_prompt_of_inference(small: Any):
         assert [shown(small, one) for one in found.samples] == wanted
 
 
+def test_a_turn_keeps_the_conversation_before_it_also_if_an_answer_begins_with_reasoning(small: Any):
+    """Whether or not the template has a generation prompt, and one for reasoning, which the turn writes itself."""
+    bare = unmarked(CHATML).removesuffix(ASKED)
+    marked = _content_marked(HEADER, "<|im_end|>")
+    begun = unmarked(CHATML).replace("assistant\n{% endif", "assistant\n<think>\n{% endif")
+    first, second = f"{THOUGHT}2", f"{THOUGHT}4"
+    user, answer = "<|im_start|>user\n{}<|im_end|>", "<|im_start|>assistant\n{}"
+    asked = user.format("<think>?") + answer.format("")
+    whole = f"{asked}{first}<|im_end|>{user.format('3')}{answer.format('')}"
+    talk = say("u:<think>?", f"a:{first}", "u:3", f"a:{second}")
+    for template in (bare, marked, unmarked(CHATML), begun):
+        encoder = encoder_of(small, DataConfig(split_turns=True), template)
+        (found,) = encoder.encode([{"messages": talk}], "messages", ["x"])
+        prompts, answers = zip(*(shown(small, one).split("⟦") for one in found.samples), strict=True)
+        assert list(prompts) == [asked, whole]
+        assert list(answers) == [f"{first}<|im_end|>⟧", f"{second}<|im_end|>⟧"]
+
+
 def test_turns_that_cannot_be_split_are_refused(small: Any):
     messages = say("u:1", "a:2", "u:" + "3" * 40, "a:4")
     for truncation, lengths, truncated, lost in [
