@@ -26,7 +26,7 @@ from lit_fsdp.data.masks import Encoded, Span, SpanEncoder, added_tokens, sample
 from lit_fsdp.data.turns import REASONING, AssistantTurns, Found, Unwritten, supervised_turns
 from lit_fsdp.errors import ConfigError, DataError, require
 
-_VERSION = 8
+_VERSION = 9
 """Incremented when a change here or below alters the tokens or masks of the same rows."""
 CUT, TOO_LONG = "cut before the assistant's turn", "longer than max_seq_length"
 EMPTY, NOTHING_LEFT = "empty", "without a supervised token"

@@ -50,12 +50,12 @@ def check_causal(model: Any) -> None:
     """
     config = model.config
     kind, fix = f"a model of type {config.model_type}", "name another model"
-    if not getattr(config, "is_decoder", True) and "as a standalone" in _source(type(model)):  # type: ignore[arg-type]
+    if not getattr(config, "is_decoder", True) and "as a standalone" in source_of(type(model)):  # type: ignore[arg-type]
         fix = "set model.config_overrides: {is_decoder: true}"
     elif config.model_type == "xlm" and not config.causal:
         fix = "set model.config_overrides: {causal: true}"
     elif config.model_type == "doge" and config.is_moe:
-        # its router mixes tokens (transformers 5.24): delete when findings/doge-router-mixes-tokens.sh changes
+        # transformers 5.24; delete when findings/doge-mixture-routes-by-other-tokens.sh changes
         kind, fix = "a Doge model with is_moe, whose router mixes tokens and rows", "use a Doge model without is_moe"
     elif config.model_type != "cpmant":  # a prefix model that expects padding on the left
         return
@@ -64,11 +64,11 @@ def check_causal(model: Any) -> None:
 
 def _derives_masks(cls: Any) -> bool:
     """Whether a model class slices a mask or derives its own from it, as those with an index of keys do."""
-    return cls.__name__.startswith("Doge") or bool(_OWN_MASKS.search(_source(sys.modules[cls.__module__])))
+    return cls.__name__.startswith("Doge") or bool(_OWN_MASKS.search(source_of(sys.modules[cls.__module__])))
 
 
 @functools.cache
-def _source(of: Any) -> str:
+def source_of(of: Any) -> str:
     """The code of a class or module; empty if it has none."""
     try:
         return inspect.getsource(of)

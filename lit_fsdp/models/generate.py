@@ -26,7 +26,7 @@ from lit_fsdp.models.build import build_on_meta, vocabulary_modules, vocabulary_
 from lit_fsdp.models.experts import choose_eager, fused_experts
 from lit_fsdp.models.lora import load_adapter_folder
 from lit_fsdp.models.preference import evaluating
-from lit_fsdp.models.quantize import as_loaded, linear_layers, rounded
+from lit_fsdp.models.quantize import as_loaded, linear_layers, rounded, whole_layers
 from lit_fsdp.models.tokenizers import end_of_turn_id, pad_id, read_tokenizer
 from lit_fsdp.models.weights import headers_of
 
@@ -101,10 +101,14 @@ def _loaded(folder: str, base: str | None) -> tuple[Any, PreTrainedTokenizerBase
             options |= {"config": source.hf_config, "quantization_config": Mxfp4Config(dequantize=True)}
         elif saved.get("quantize"):
             trained = json.loads((place / "adapter_config.json").read_bytes()).get("modules_to_save") or []
-            keep = [*trained, *vocabulary_modules(build_on_meta(source.hf_config))]
+            plain = build_on_meta(source.hf_config)
+            keep = [*trained, *vocabulary_modules(plain), *whole_layers(plain)]
             options["quantization_config"] = as_loaded(dtype, saved["double_quantization"], keep)
     model: Any = AutoModelForCausalLM.from_pretrained(weights, **options)
     choose_eager(model)
+    for layer in model.modules():
+        if hasattr(layer, "support_avx512bf16_for_cpu"):  # a kernel that fails for widths that are no multiple of 32
+            layer.support_avx512bf16_for_cpu = False
     if is_adapter:
         if saved.get("quantize"):
             _round(model, saved["double_quantization"], with_linears=is_mxfp4)

@@ -28,6 +28,7 @@ from lit_fsdp.errors import ConfigError, require
 from lit_fsdp.models.adapted import apply_one_function
 from lit_fsdp.models.experts import fused_experts
 from lit_fsdp.models.quantize import PackedExperts, apply_nf4, pack, pack_experts
+from lit_fsdp.models.special_layers import bypassed_layers, router_layers
 from lit_fsdp.models.weights import Weights, seeded, tied_groups
 
 _log = logging.getLogger(__name__)
@@ -37,7 +38,6 @@ _BITSANDBYTES = "bitsandbytes"
 _HANDED = ("layers_to_transform", "layers_pattern", "exclude_modules", "rank_pattern", "alpha_pattern")
 _LAYERS = (nn.Linear, Conv1D, nn.Embedding)  # targeted as modules, not as parameters
 _ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
-_ROUTERS = re.compile(r"router|gate$", re.IGNORECASE)
 _WRAPPERS = re.compile(rf"(\.base_layer|\.original_module|\.modules_to_save\.{_ADAPTER})(?=\.|$)")
 _ADAPTER_PARTS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector")
 
@@ -149,17 +149,26 @@ def _targets(
     """``target_modules`` and ``target_parameters`` for peft, whose all-linear would include routers."""
     linears, fused, path = _linears(model), fused_experts(model), f"{_PATH}.target_modules"
     chosen = config.target_modules
-    mistaken = _mistaken(model, linears)
-    no_routers = [n for n in linears if not (fused and _ROUTERS.search(n)) and n.rpartition(".")[2] not in mistaken]
+    mistaken, routers, bypassed = _mistaken(model, linears), router_layers(model), bypassed_layers(model)
+    usable = [n for n in linears if n not in routers | bypassed and n.rpartition(".")[2] not in mistaken]
+    has_experts = fused or not routers or any("expert" in name for name in linears)
+    of, fits = f"{model.config.model_type}, whose experts are neither layers nor stacked tensors", "attention-only"
+    require(has_experts or chosen != "all-linear", path, f"all-linear for {of}", fits, f"write {fits}")
+    require(has_experts or not config.quantize, f"{_PATH}.quantize", f"nf4 for {of}", "null for it", "drop quantize")
     targets: list[str] | str | None = chosen
     parameters: list[str] = []
     if chosen == "all-linear" or (chosen is None and not is_known):
-        targets, parameters = no_routers, list(fused) if chosen else []
-        if left_out := sorted({_end(name) for name in linears if name.rpartition(".")[2] in mistaken}):
-            text = "model.lora: layers without adapters, because peft mistakes them for routed experts: %s"
-            _log.warning(text, ", ".join(left_out))
+        targets, parameters = usable, list(fused) if chosen else []
+        confused = {name for name in linears if name.rpartition(".")[2] in mistaken}
+        used = (bypassed & {*linears}) - routers
+        for names, why in (
+            (confused, "peft mistakes them for routed experts"),
+            (used, "code uses their weight itself"),
+        ):
+            if left_out := sorted({_end(name) for name in names}):
+                _log.warning("model.lora: layers without adapters, because %s: %s", why, ", ".join(left_out))
     elif chosen == "attention-only":
-        targets = [name for name in no_routers if _ATTENTION.search(name)]
+        targets = [name for name in usable if _ATTENTION.search(name)]
         given = f"attention-only for {model.config.model_type}, which has no linear layer named attn or attention"
         require(targets, path, given, f"layers of this model: {layers}")
     elif isinstance(chosen, str):
@@ -176,6 +185,10 @@ def _targets(
         found_here = [(name, param) for name, param in model.named_parameters() if id(param) not in layers_of_peft]
         matrices = [name for name, param in found_here if param.ndim in (2, 3)]
         parameters = [name for name in matrices if f".{name}".endswith(tuple(f".{wanted}" for wanted in others))]
+        owners = {name.rpartition(".")[0] for name in fused}
+        others = [_end(name) for name in parameters if name not in fused and name.rpartition(".")[0] in owners]
+        stacked = ", ".join(sorted({_end(name) for name in fused}))
+        require(not others, path, f"{others[:1]}, which is no weight of experts", f"weights such as {stacked}")
         targets = [wanted for wanted in chosen if not any(f".{name}".endswith(f".{wanted}") for name in parameters)]
         _check_names(model, "target_modules", targets, layers)
     wrong = [] if isinstance(targets, str) else [n for n in targets or () if n.rpartition(".")[2] in mistaken]
@@ -183,7 +196,7 @@ def _targets(
     fix = f"name the experts' tensors: {', '.join(sorted({_end(name) for name in fused}))}"
     require(not wrong, path, given, "other layers", fix)
     if more.get("layers_to_transform") is not None:  # peft applies full names, and parameters, to every layer
-        if targets is no_routers:
+        if targets is usable:
             targets = sorted({name.rpartition(".")[2] for name in targets})
         parameters = [name for name in parameters if any(f".{number}." in name for number in _numbers(more))]
     experts = f"fused experts of {model.config.model_type}"
@@ -290,7 +303,9 @@ def _check_names(model: PreTrainedModel, field: str, names: list[str], layers: s
     shared = {name.rpartition(".")[0] for group in tied_groups(model) if len(group) > 1 for name in group}
     for wanted in names:
         found = {name for name in modules if name == wanted or name.endswith(f".{wanted}")}
-        require(found, f"{_PATH}.{field}", repr(wanted), f"layers of this model: {layers}")
+        near = difflib.get_close_matches(wanted, {name.rpartition(".")[2] for name in modules}, n=1)
+        fix = f"write {near[0]}" if near else ""
+        require(found, f"{_PATH}.{field}", repr(wanted), f"layers of this model: {layers}", fix)
         given = f"{wanted!r}, whose weight the model uses twice"
         fix = "name other modules; all-linear leaves embedding and head alone"
         require(not found & shared, f"{_PATH}.{field}", given, "modules that share no weight with another", fix)

@@ -18,6 +18,7 @@ from torch import nn
 from transformers import BitsAndBytesConfig, PreTrainedModel
 
 from lit_fsdp.errors import ConfigError, require
+from lit_fsdp.models.special_layers import bypassed_layers, router_layers
 
 _BLOCK = 64
 _STORED = torch.bfloat16
@@ -27,7 +28,7 @@ _NF4 = {"quant_type": "nf4", "quant_storage": _STORED}
 def apply_nf4(model: PreTrainedModel, keep: Collection[str], double_quantization: bool) -> None:
     """Replace the linear layers of ``model``, which is on meta, by 4-bit layers in place, before it gets adapters.
 
-    The head is not replaced, nor are modules in ``keep``: names, or ends of names, of fully trained modules.
+    Not replaced are :func:`whole_layers` and modules in ``keep``: names, or ends of names, of fully trained modules.
     """
     library = _bitsandbytes()
     linears = {n: m for n, m in linear_layers(model).items() if not any(f".{kept}." in f".{n}." for kept in keep)}
@@ -83,9 +84,16 @@ def _bytes_of_scales(numel: int, double: bool) -> int:
 
 
 def linear_layers(model: PreTrainedModel) -> dict[str, nn.Linear]:
-    """The linear layers of a plain model by name, except the head."""
+    """The linear layers of a plain model by name, except :func:`whole_layers`."""
+    whole = whole_layers(model)
+    return {n: m for n, m in model.named_modules() if type(m) is nn.Linear and n not in whole}
+
+
+def whole_layers(model: PreTrainedModel) -> set[str]:
+    """Names of the linear layers that are never quantized: the head, routers, and those whose weight code uses."""
     head = model.get_output_embeddings()
-    return {n: m for n, m in model.named_modules() if type(m) is nn.Linear and m is not head}
+    heads = {name for name, module in model.named_modules() if module is head}
+    return heads | router_layers(model) | bypassed_layers(model)
 
 
 def pack(read: Callable[[slice], torch.Tensor], layer: Any, device: torch.device) -> torch.Tensor:

@@ -162,7 +162,7 @@ class _KeptStayEqual(TorchDispatchMode):
     """Gives code that changes a kept result in place a copy to change; otherwise recomputation would change it again.
 
     torch (2.15) notices only some of these changes, and others give wrong gradients
-    (findings/selective-checkpoint-keeps-what-is-changed-in-place.sh): delete when it notices all.
+    (findings/selective-checkpoint-misses-in-place-change-behind-a-view.sh): delete when it notices all.
     """
 
     def __init__(self, ops: list[Any]) -> None:

@@ -33,6 +33,9 @@ def check_experts(model: nn.Module, degree: int, shards: int, path: str) -> None
     found, given = grouped_experts(model), f"{degree} for {kind}"
     allowed = "1, or a mixture whose experts take hidden states, indices and weights"
     require(found, path, f"{given}, which has no such experts", allowed, "drop expert_parallel")
+    copied = any(".modules_to_save." in f".{name}." for name in found)
+    text = f"{given}, with a trained copy of its experts (model.lora.modules_to_save)"
+    require(not copied, path, text, "1, or adapters on experts", "drop expert_parallel")
     for name, experts in found.items():
         own = dict(experts.named_parameters())
         others = [n for n, p in own.items() if "lora_" not in n and p.shape[:1] != (experts.num_experts,)]

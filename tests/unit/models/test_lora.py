@@ -10,7 +10,7 @@ import peft
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from lit_fsdp.config.model import LoraConfig
 from lit_fsdp.config.sections import build
@@ -19,6 +19,7 @@ from lit_fsdp.models.build import build_on_meta, freeze_parameters
 from lit_fsdp.models.lora import LoraWeights, apply_lora, apply_saved_lora, base_name
 from lit_fsdp.models.quantize import apply_nf4
 from lit_fsdp.parallel.units import quantized_layers
+from tests.unit.models import families
 from tests.unit.models.conftest import fill, opened
 
 IDS = torch.arange(20).reshape(2, 10)
@@ -186,6 +187,48 @@ def test_experts_in_one_tensor_are_adapted_routers_are_not(tiny, caplog):
                 build_on_meta(tiny(family)), build(LoraConfig, {"target_modules": "all-linear", **lora}, "model.lora")
             )
         assert error.value.field == f"model.lora.{field}"
+
+
+SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16, "vocab_size": 64}
+HUNYUAN = {**SIZES, "num_key_value_heads": 4, "num_experts": 4, "moe_topk": 2, "intermediate_size": 64}
+DBRX = {"d_model": 64, "n_layers": 1, "n_heads": 4, "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4}}
+
+
+def test_routers_and_layers_whose_weight_code_uses_get_no_adapter_and_stay_whole(tiny, caplog):
+    """A wrapper or packed weight around them would do something else than the model."""
+    shared = {f"shared_mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")}  # peft mistakes them for experts
+    for config, special in (
+        (AutoConfig.for_model("hunyuan_v1_moe", **HUNYUAN), {"mlp.gate.wg", *shared}),
+        (AutoConfig.for_model("jamba", **SIZES, num_key_value_heads=4, intermediate_size=64), {"mamba.dt_proj"}),
+        (tiny("gemma3n_text"), {"altup.correction_coefs", "altup.prediction_coefs"}),
+        (tiny("falcon_h1"), {"mamba.out_proj"}),
+        (tiny("bloom"), set()),
+    ):
+        linears = {n for n, m in build_on_meta(config).named_modules() if isinstance(m, nn.Linear) and n != "lm_head"}
+        alone = {name for name in linears if name.endswith(tuple(special))}
+        assert bool(alone) == bool(special)
+        for quantize in (None, "nf4"):
+            model = build_on_meta(config)
+            apply_lora(model, LoraConfig(target_modules="all-linear", quantize=quantize))
+            adapted = {base_name(n) for n, m in model.named_modules() if hasattr(m, "lora_A")}
+            assert linears - adapted == alone, config.model_type
+            whole = linears - {base_name(name) for name in quantized_layers(model)}
+            kept = {name for name in alone if not name.endswith(tuple(shared))}
+            assert whole == (kept if quantize else linears), config.model_type
+    assert "code uses their weight itself: mamba.dt_proj" in caplog.text
+
+
+def test_experts_that_cannot_be_adapted_or_packed_are_refused_by_name():
+    dbrx = AutoConfig.for_model("dbrx", **DBRX)
+    for lora, fix in (({"target_modules": "all-linear"}, "write attention-only"), ({"quantize": "nf4"}, "drop quant")):
+        with pytest.raises(ConfigError, match=f"for dbrx, whose experts are neither layers(?s:.*){fix}"):
+            apply_lora(build_on_meta(dbrx), build(LoraConfig, lora, "model.lora"))
+    apply_lora(build_on_meta(dbrx), LoraConfig(target_modules="attention-only"))
+    model = build_on_meta(families.tiny("gpt_oss"))
+    with pytest.raises(ConfigError, match=r"mlp.experts.down_proj_bias'\], which is no weight of experts"):
+        apply_lora(model, LoraConfig(target_modules=["q_proj", "experts.down_proj_bias"]))
+    with pytest.raises(ConfigError, match="write q_proj"):
+        apply_lora(build_on_meta(families.tiny("llama")), LoraConfig(target_modules=["qproj"]))
 
 
 def test_linear_layers_but_the_head_and_what_is_trained_whole_are_packed(tiny):

@@ -1,0 +1,49 @@
+"""Linear layers that are more than a product: routers, and layers whose weight the model's code uses directly."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from torch import nn
+
+from lit_fsdp.models.attention import source_of
+
+_ROUTER = re.compile(r"router|(^|\.)(\w+_)?gate(\.\w+)?$", re.IGNORECASE)
+_ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
+_USED = re.compile(r"self\.(\w+)\.weight\b(?!\.(?:device|dtype|shape|size|ndim))")
+
+
+def router_layers(model: nn.Module) -> set[str]:
+    """Names of the linear layers that choose experts, or scale a shared one; empty for models without experts."""
+    if not any("expert" in name for name, _ in model.named_modules()):
+        return set()
+    linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    found = ((name, _ROUTER.search(name)) for name in linears)
+    return {name for name, match in found if match and (match[0] == "router" or not _ATTENTION.search(name))}
+
+
+def bypassed_layers(model: nn.Module) -> set[str]:
+    """Names of linear layers with which a wrapper or packed weight would not do what the model does.
+
+    The code around them uses their weight, as in the kernels of state-space layers and in AltUp of Gemma 3n, or their
+    own forward pass is no product of inputs and outputs, as in DeepSeek V4.
+    """
+    found = set()
+    for name, module in model.named_modules():
+        never_used: Any = getattr(module, "pretraining_tp", 0) == 1  # Bloom uses weights only if it is larger
+        used = [] if never_used else _USED.findall(source_of(type(module)))  # type: ignore[arg-type]
+        prefix = f"{name}." if name else ""
+        found |= {f"{prefix}{own}" for own in used if isinstance(getattr(module, own, None), nn.Linear)}
+        if isinstance(module, nn.Linear) and type(module).forward is not nn.Linear.forward and not _is_product(module):
+            found.add(name)
+    return found
+
+
+def _is_product(layer: nn.Linear) -> bool:
+    try:
+        out = layer(torch.empty(1, 2, layer.in_features, device=layer.weight.device, dtype=layer.weight.dtype))
+    except (RuntimeError, ValueError, TypeError):
+        return False
+    return isinstance(out, torch.Tensor) and out.shape == (1, 2, layer.out_features)
