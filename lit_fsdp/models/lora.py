@@ -150,7 +150,9 @@ def _targets(
     linears, fused, path = _linears(model), fused_experts(model), f"{_PATH}.target_modules"
     chosen = config.target_modules
     mistaken, routers, bypassed = _mistaken(model, linears), router_layers(model), bypassed_layers(model)
-    usable = [n for n in linears if n not in routers | bypassed and n.rpartition(".")[2] not in mistaken]
+    lost = _lost(model, linears)
+    left = routers | bypassed | lost
+    usable = [n for n in linears if n not in left and n.rpartition(".")[2] not in mistaken]
     has_experts = fused or not routers or any("expert" in name for name in linears)
     of, fits = f"{model.config.model_type}, whose experts are neither layers nor stacked tensors", "attention-only"
     require(has_experts or chosen != "all-linear", path, f"all-linear for {of}", fits, f"write {fits}")
@@ -164,6 +166,7 @@ def _targets(
         for names, why in (
             (confused, "peft mistakes them for routed experts"),
             (used, "code uses their weight itself"),
+            (lost - used, "peft would not find them in the adapter's folder"),
         ):
             if left_out := sorted({_end(name) for name in names}):
                 _log.warning("model.lora: layers without adapters, because %s: %s", why, ", ".join(left_out))
@@ -192,6 +195,10 @@ def _targets(
         targets = [wanted for wanted in chosen if not any(f".{name}".endswith(f".{wanted}") for name in parameters)]
         _check_names(model, "target_modules", targets, layers)
     wrong = [] if isinstance(targets, str) else [n for n in targets or () if n.rpartition(".")[2] in mistaken]
+    ends = tuple(f".{wanted}" for wanted in (targets if isinstance(targets, list) else []))
+    unfound = sorted({_end(name) for name in lost if f".{name}".endswith(ends)}) if ends else []
+    given = f"{', '.join(unfound[:3])}, which peft would not find in the adapter's folder ({model.config.model_type})"
+    require(not unfound, path, given, "other layers", "write all-linear, which leaves them out")
     given = f"{', '.join(wrong[:3])}, which peft mistakes for routed experts of {model.config.model_type}"
     fix = f"name the experts' tensors: {', '.join(sorted({_end(name) for name in fused}))}"
     require(not wrong, path, given, "other layers", fix)
@@ -228,6 +235,18 @@ def _mistaken(model: PreTrainedModel, linears: list[str]) -> set[str]:
         return not targets <= set(probe.target_modules)
 
     return {end for end in ends if is_converted({end})} if is_converted(ends) else set()
+
+
+def _lost(model: PreTrainedModel, linears: list[str]) -> set[str]:
+    """Linear layers whose adapters peft would leave at zero on loading, because transformers renames their keys twice.
+
+    Source: findings/peft-loses-adapters-whose-names-are-renamed-twice.sh; once that changes, the result is empty.
+    """
+    from peft.utils.transformers_weight_conversion import convert_peft_adapter_state_dict_for_transformers as as_loaded
+
+    keys = {name: f"base_model.model.{name}.lora_A.weight" for name in linears}
+    found = as_loaded(model, _peft().LoraConfig(), {key: torch.empty(1, 1) for key in keys.values()})
+    return {name for name, key in keys.items() if key not in found}
 
 
 def _end(name: str) -> str:

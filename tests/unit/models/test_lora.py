@@ -227,6 +227,8 @@ def test_experts_that_cannot_be_adapted_or_packed_are_refused_by_name():
     model = build_on_meta(families.tiny("gpt_oss"))
     with pytest.raises(ConfigError, match=r"mlp.experts.down_proj_bias'\], which is no weight of experts"):
         apply_lora(model, LoraConfig(target_modules=["q_proj", "experts.down_proj_bias"]))
+    with pytest.raises(ConfigError, match="up_proj, which peft would not find in the adapter's folder"):
+        apply_lora(build_on_meta(families.tiny("laguna")), LoraConfig(target_modules=["up_proj"]))
     with pytest.raises(ConfigError, match="write q_proj"):
         apply_lora(build_on_meta(families.tiny("llama")), LoraConfig(target_modules=["qproj"]))
 

@@ -8,8 +8,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from lit_fsdp.config.model import LoraConfig
 from lit_fsdp.config.strategy import StrategyConfig, check_quantized, mesh_shape
 from lit_fsdp.errors import ConfigError
+from lit_fsdp.models.lora import apply_lora
 from lit_fsdp.parallel.expert_units import check_experts, held_experts
 from lit_fsdp.parallel.units import plan_for
 from tests.unit.models.families import tiny
@@ -57,6 +59,10 @@ def test_what_cannot_be_divided_is_refused_by_name():
             check_experts(model, 2, 4, "trainer.strategy.init_args.expert_parallel")
         assert text in str(refused.value)
         assert "fix:     drop expert_parallel" in str(refused.value)
+    copied = _model("qwen3_moe")
+    apply_lora(copied, LoraConfig(target_modules=["q_proj"], modules_to_save=["mlp.experts"]))
+    with pytest.raises(ConfigError, match="2 for qwen3_moe, with a trained copy of its experts"):
+        check_experts(copied, 2, 4, "here")
     for given, text in (
         ({"engine": "fsdp1"}, "2 with fsdp1"),
         ({"engine": "ddp"}, "2 with ddp"),
