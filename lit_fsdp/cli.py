@@ -27,6 +27,7 @@ from lit_fsdp.callbacks.checkpoint import Checkpoint
 from lit_fsdp.callbacks.expert_load import ExpertLoad
 from lit_fsdp.callbacks.isolation import IsolationProof
 from lit_fsdp.callbacks.loggers import RunCSVLogger, check_loggers, resume_loggers, write_to_run_folder
+from lit_fsdp.callbacks.monitored import check_monitors
 from lit_fsdp.callbacks.progress import RunProgress
 from lit_fsdp.callbacks.records import PENDING_RECIPE, PredictionWriter, RunRecord, record_data
 from lit_fsdp.callbacks.samples import Samples
@@ -377,7 +378,8 @@ class RecipeCLI(LightningCLI):
             if subcommand == "fit" and is_out_of_memory(error) and hasattr(self, "_declared"):
                 kind = "gpu" if is_accelerator(self.trainer.strategy.root_device) else "cpu"
                 error.add_note(advice(self._declared, folder / "recipe.yaml", kind, self.line.allow_imports))
-            if isinstance(error, _REFUSALS) and not isinstance(error, ConfigError) and _is_lightnings(error):
+            is_refusal = isinstance(error, _REFUSALS) and not isinstance(error, ConfigError) and _is_lightnings(error)
+            if is_refusal or str(error).startswith("Early stopping conditioned on metric"):
                 raise RefusedByLightning(error) from error
             raise
         finally:  # also for a stopped or failed run, after at least one step
@@ -432,6 +434,8 @@ class RecipeCLI(LightningCLI):
         if isinstance(strategy, EngineStrategy):
             strategy.in_recipe = True
             strategy.check_environment(trainer, model, str(self.verb))
+        if ours["model"] and self.verb == "fit":
+            check_monitors(trainer, model)
         if ours["model"]:
             check_attention(run.model.attn_implementation, strategy.root_device.type)
             optimizer_class(run.model.optim)

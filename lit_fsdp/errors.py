@@ -33,6 +33,7 @@ _FIXES = {
     "than or equal to the number of the training batches": "set trainer.check_val_every_n_epoch: null, which counts "
     "batches over epochs, or trainer.val_check_interval: 1.0",
     "when `check_val_every_n_epoch=None`": "set trainer.check_val_every_n_epoch: 1 for a share of an epoch",
+    "Early stopping conditioned on metric": "set its monitor to a metric that validation logs, such as val_loss",
     "requires a GPU accelerator": "leave trainer.strategy out: lit_fsdp's own strategy also trains on CPUs, and checks "
     "dtypes and units, which Lightning's strategies do not",
 }

@@ -123,6 +123,11 @@ class CausalLMModule(LightningModule):
         return load_tokenizer(self.source, self.config)
 
     @property
+    def eval_metric_names(self) -> tuple[str, ...]:
+        """Names of the metrics of validation and test, which are logged after ``val_`` or ``test_``."""
+        return tuple(self._eval_metrics.names)
+
+    @property
     def num_embeddings(self) -> int:
         """Number of token ids that the model accepts."""
         return self.source.num_embeddings

@@ -20,7 +20,7 @@ from lit_fsdp.checkpoint.run_folder import FOLDER, Found
 from lit_fsdp.checkpoint.run_lock import RunLock
 from lit_fsdp.config.run import CheckpointConfig
 from lit_fsdp.config.sections import build
-from lit_fsdp.errors import CheckpointError, require
+from lit_fsdp.errors import CheckpointError, ConfigError, require
 from lit_fsdp.metrics.hardware import is_accelerator
 from lit_fsdp.parallel.base import EngineStrategy
 from lit_fsdp.parallel.units import clean_name
@@ -54,6 +54,7 @@ class Checkpoint(ModelCheckpoint):
         self._schedule: GradientAccumulationScheduler | None = None
         self._background: Any = None
         self._begun = ""
+        self._has_warned = False
         self._checkpoint_bytes = 0
         self._locks = contextlib.ExitStack()
         self.exported: Path | None = None
@@ -121,11 +122,25 @@ class Checkpoint(ModelCheckpoint):
             return
         own, monitor = {name: float(value) for name, value in trainer.callback_metrics.items()}, self.config.monitor
         metrics, is_better = Ranks().first("looking for the best", lambda: (own, self._is_better(own.get(monitor))))
+        if self.config.keep_best and monitor not in metrics:
+            self._miss(trainer, metrics)
         if self.config.keep_best and is_better:
             self.best_model_score = torch.tensor(metrics[monitor], dtype=torch.float64)
             self.save(trainer)
         if self._saved_step == trainer.global_step and monitor in metrics:
             self._tidy(trainer, metrics)
+
+    def _miss(self, trainer: Trainer, metrics: dict[str, float]) -> None:
+        """Report that validation did not log the monitored metric; if the user named it, save, then raise."""
+        given, logged = f"{self.config.monitor}, which is not logged", ", ".join(metrics) or "no metric"
+        if self.config.monitor == CheckpointConfig.monitor:
+            if trainer.is_global_zero and not self._has_warned:
+                _log.warning("checkpoint.monitor: %s (logged: %s): no best checkpoint is kept", given, logged)
+            self._has_warned = True
+            return
+        self.save(trainer)
+        self.finish()
+        raise ConfigError("checkpoint.monitor", given, logged, "write one of these, and add --ckpt_path last")
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save the last step unless it is saved already, and wait for the last save."""

@@ -75,9 +75,9 @@ class ModelFlops:
     def recomputed_flops(self, counts: Mapping[str, float], words: Mapping[str, str]) -> float | None:
         """Operations that activation checkpointing repeats in the backward pass; None if that is not known.
 
-        The mode ``full`` repeats a block, but attention of short rows only; the mode ``selective`` keeps all products
-        by default and repeats none; only the compiler knows what a memory budget keeps. The modes by block name are in
-        ``words``; other blocks repeat nothing.
+        The mode ``full`` repeats a block, but attention of short rows only; the mode ``selective`` repeats attention
+        only, and only if it is eager; only the compiler knows what a memory budget keeps. The modes by block name are
+        in ``words``; other blocks repeat nothing.
         """
         total = 0.0
         for name, block in self.blocks.items():
@@ -86,8 +86,9 @@ class ModelFlops:
                 return None
             if word == "full":
                 total += block.forward_per_token * counts["tokens"]
-                if counts["squared_tokens"] < block.kept_from * counts["tokens"]:
-                    total += block.forward_per_pair * num_pairs(counts, block.window)
+            is_short = word == "full" and counts["squared_tokens"] < block.kept_from * counts["tokens"]
+            if is_short or (word == "selective" and block.kept_from == math.inf):
+                total += block.forward_per_pair * num_pairs(counts, block.window)
         return total
 
 

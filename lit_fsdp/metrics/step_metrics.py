@@ -49,6 +49,11 @@ class SumMetric(Metric):
         self._means = means
         self.add_state("sums", torch.zeros(num_sums, dtype=torch.float64), dist_reduce_fx="sum")
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the means."""
+        return tuple(self._means(torch.ones_like(self.sums)))
+
     def update(self, sums: torch.Tensor) -> None:
         """Add the sums of one batch, fp64."""
         self.sums += sums

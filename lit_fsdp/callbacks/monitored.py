@@ -1,0 +1,39 @@
+"""Metrics that callbacks monitor, compared before the first step with what our modules log."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch import Callback, Trainer
+
+from lit_fsdp.callbacks.checkpoint import Checkpoint
+from lit_fsdp.errors import require
+
+_OF_EVALUATION = ("val", "eval", "test")
+_OF_SAMPLES = ("val_exact_match", "val_answer_token_accuracy")
+
+
+def check_monitors(trainer: Trainer, module: Any) -> None:
+    """Refuse a monitored metric that validation does not log, such as Transformers' ``eval_loss``.
+
+    Only for our own modules, and if no callback of the user's can log further metrics. The others are checked after the
+    first validation.
+
+    Raises:
+        ConfigError: A callback monitors such a metric.
+    """
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    kinds = [type(one).__module__.partition(".")[0] for one in (module, *callbacks)]
+    if not set(kinds) <= {"lit_fsdp", "lightning", "pytorch_lightning"}:
+        return
+    known = [*(f"val_{name}" for name in module.eval_metric_names), *_OF_SAMPLES]
+    for callback in callbacks:
+        field, monitor = (
+            f"monitor of {type(callback).__name__} in trainer.callbacks",
+            getattr(callback, "monitor", None),
+        )
+        if isinstance(callback, Checkpoint):
+            field, monitor = "checkpoint.monitor", callback.config.monitor
+        name = str(monitor or "").partition("/")[0]  # a named set follows
+        is_logged = monitor in known or name in known or not name.startswith(_OF_EVALUATION)
+        require(is_logged, field, f"{monitor}, which is not logged", ", ".join(known), "write val_loss")
