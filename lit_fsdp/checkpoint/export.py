@@ -60,8 +60,8 @@ class ExportPlan:
     """Names and peft layers (meta device) of adapters to merge, by name of the weight in the export."""
     specs: Mapping[str, TensorSpec]
     """Dtype and shape by name in the export; tied tensors appear once."""
-    parts: Mapping[str, tuple[str, int, slice]] = field(default_factory=dict)
-    """Per-expert names in the export: the fused tensor in ``sources``, the expert's index, and its rows there."""
+    parts: Mapping[str, tuple[str, Any, Any]] = field(default_factory=dict)
+    """Names in the files of the base: the tensor in ``sources``, and of a fused one an expert's index and its rows."""
     files: Mapping[str, list[str]]
     """Names by weight file, as transformers numbers them."""
     base: BaseWeights | None = None
@@ -191,11 +191,19 @@ def _planned(
     )
 
 
-def _parts(apart: Mapping[str, Sequence[str]], specs: dict[str, TensorSpec]) -> dict[str, tuple[str, int, slice]]:
-    """Replace fused expert tensors in ``specs`` by one tensor per expert, named as in the files of the base model."""
-    found = {}
+def _parts(apart: Mapping[str, Sequence[str]], specs: dict[str, TensorSpec]) -> dict[str, tuple[str, Any, Any]]:
+    """Replace fused expert tensors in ``specs`` by one tensor per expert, named as in the files of the base model.
+
+    Other tensors in ``apart`` are only renamed: they have neither number nor rows.
+    """
+    found: dict[str, tuple[str, Any, Any]] = {}
     for name, (owner, *words) in apart.items():
+        if name not in specs:  # a tied name
+            continue
         whole = specs.pop(name)
+        if not words:
+            specs[owner], found[owner] = whole, (name, None, None)
+            continue
         size = whole.shape[1] // len(words)
         for number in range(whole.shape[0]):
             for i, word in enumerate(words):

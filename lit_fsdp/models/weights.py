@@ -187,12 +187,19 @@ class Weights:
 
     @property
     def experts_apart(self) -> dict[str, list[str]]:
-        """For each fused tensor whose experts are stored separately: their module in the files, and names of parts."""
-        found = {}
+        """For each fused tensor whose experts are stored separately: their module in the files, and names of parts.
+
+        If there are such tensors, also the name in the files of each other tensor that has another name there.
+        """
+        found: dict[str, list[str]] = {}
         for name, stored in self._stored.items():
             if isinstance(stored, StoredExperts):
                 (owner, *_), *_ = parts = [part.name.rsplit(".", 3) for part in stored.parts[0]]
                 found[name] = [owner, *(word for _, _, word, _ in parts)]
+        ours = self._stored.keys() | self._first_owner.keys()
+        for name, stored in self._stored.items() if found else ():
+            if isinstance(stored, Stored) and stored.name not in ours:
+                found[name] = [stored.name]
         return found
 
     @torch.no_grad()
