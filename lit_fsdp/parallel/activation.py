@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from lit_fsdp.config.strategy import ActivationConfig
@@ -173,12 +173,14 @@ class _KeptStayEqual(TorchDispatchMode):
         if isinstance(op, torch._ops.OpOverload) and op._schema.is_mutable:
             for tensor, argument in zip(args, op._schema.arguments, strict=False):
                 is_written = argument.alias_info is not None and argument.alias_info.is_write
-                if is_written and torch.is_tensor(tensor) and tensor.untyped_storage()._cdata in self._kept:
+                is_plain = type(tensor) is torch.Tensor  # not fake, nor a DTensor
+                if is_written and is_plain and tensor.untyped_storage()._cdata in self._kept:
                     tensor.set_(tensor.clone())  # type: ignore[call-overload]
                     self.num_copied += 1
         out = op(*args, **(kwargs or {}))
         if op in self._ops:
-            tree_map_only(torch.Tensor, lambda tensor: self._kept.add(tensor.untyped_storage()._cdata), out)
+            plain = [one for one in tree_leaves(out) if type(one) is torch.Tensor]
+            self._kept.update(one.untyped_storage()._cdata for one in plain)
         return out
 
 

@@ -65,7 +65,7 @@ def test_loss_and_gradients_are_those_of_one_process(
         assert (gradients - before).norm() / before.norm() <= 1e-6
 
 
-@pytest.mark.parametrize("precision", ["fp32", "mixed"])
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("mixed", marks=MORE)])
 def test_ten_steps_are_those_of_one_process(tiny_model: Path, tmp_path: Path, precision: str) -> None:
     """Losses and weights: 1e-6 relative in fp32, else the tolerance of the matrix against fp32."""
     tolerance = 1e-6 if precision == "fp32" else TOLERANCE[precision]

@@ -165,7 +165,10 @@ def test_saved_stopped_and_resumed(
         (Command, "setup", "fit", signal.SIGINT, "child", 130, []),  # after the first collective
         (Forked, "validation", "fit", signal.SIGTERM, "first", 75, [2, 3]),  # the best so far, saved; then a step
         (Forked, "save", "fit", signal.SIGTERM, "all", 75, [2, 3]),  # with loaders, which live as long
-        (Command, "exit", "fit", signal.SIGTERM, "all", 0, [2, 3]),
+        pytest.param(
+            (Command, "exit", "fit", signal.SIGTERM, "all", 0, [2, 3]),
+            marks=pytest.mark.long("everything is saved by then"),
+        ),
         pytest.param(
             (Command, "test", "test", signal.SIGTERM, "first", 75, []),
             marks=pytest.mark.long("fit is stopped in the same way"),
