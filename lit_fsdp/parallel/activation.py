@@ -175,7 +175,7 @@ class _KeptStayEqual(TorchDispatchMode):
                 is_written = argument.alias_info is not None and argument.alias_info.is_write
                 is_plain = type(tensor) is torch.Tensor  # not fake, nor a DTensor
                 if is_written and is_plain and tensor.untyped_storage()._cdata in self._kept:
-                    tensor.set_(tensor.clone())  # type: ignore[call-overload]
+                    tensor.set_(tensor.clone())
                     self.num_copied += 1
         out = op(*args, **(kwargs or {}))
         if op in self._ops:
