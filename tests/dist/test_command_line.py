@@ -75,10 +75,12 @@ def test_a_monitor_that_the_first_validation_does_not_log_ends_the_run_after_a_s
     assert done.returncode == 2
     assert "error: checkpoint.monitor: got accuracy, which is not logged\n  allowed: train_loss, " in done.stderr
     assert [found.step for found in checkpoints(tmp_path / "run")] == [1]
-    words[-2:] = ["--trainer.callbacks", "EarlyStopping", "--trainer.callbacks.monitor", "accuracy"]
+    words[1:2], words[-2:] = ["2"], ["--trainer.callbacks", "EarlyStopping", "--trainer.callbacks.monitor", "accuracy"]
     done = lit_fsdp("fit", *SMOKE, *words, "--ckpt_path", "last", cwd=tmp_path, python=server().python)
     assert done.returncode == 2
     assert "fix:     set its monitor to a metric that validation logs, such as val_loss" in done.stderr
+    text = "a step has 2 micro-batches instead of 4, so trainer.val_check_interval 4 is now 2 steps, not 1"
+    assert done.stderr.count(text) == 1
     assert "Traceback" not in done.stderr
 
 
