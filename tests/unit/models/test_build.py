@@ -86,4 +86,4 @@ def test_a_model_whose_tokens_see_later_tokens_is_refused_by_name(family: str, c
 
 def test_the_miniature_of_a_hybrid_has_a_block_of_each_kind():
     small = shrink(AutoConfig.for_model("nemotron_h"), miniature_tokenizer())
-    assert len(set(small.layers_block_type)) == small.num_hidden_layers == 4
+    assert len(set(small.layers_block_type)) == len(small.layers_block_type) == small.num_hidden_layers >= 2

@@ -199,7 +199,10 @@ def test_routers_and_layers_whose_weight_code_uses_get_no_adapter_and_stay_whole
     shared = {f"shared_mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")}  # peft mistakes them for experts
     for config, special in (
         (AutoConfig.for_model("hunyuan_v1_moe", **HUNYUAN), {"mlp.gate.wg", *shared}),
-        (AutoConfig.for_model("jamba", **SIZES, num_key_value_heads=4, intermediate_size=64), {"mamba.dt_proj"}),
+        (
+            AutoConfig.for_model("jamba", **SIZES, num_key_value_heads=4, intermediate_size=64),
+            {"mamba.dt_proj", ".router"},
+        ),
         (tiny("gemma3n_text"), {"altup.correction_coefs", "altup.prediction_coefs"}),
         (tiny("falcon_h1"), {"mamba.out_proj"}),
         (tiny("bloom"), set()),
@@ -227,8 +230,9 @@ def test_experts_that_cannot_be_adapted_or_packed_are_refused_by_name():
     model = build_on_meta(families.tiny("gpt_oss"))
     with pytest.raises(ConfigError, match=r"mlp.experts.down_proj_bias'\], which is no weight of experts"):
         apply_lora(model, LoraConfig(target_modules=["q_proj", "experts.down_proj_bias"]))
-    with pytest.raises(ConfigError, match="up_proj, which peft would not find in the adapter's folder"):
-        apply_lora(build_on_meta(families.tiny("laguna")), LoraConfig(target_modules=["up_proj"]))
+    if "laguna" in families.FAMILIES:  # transformers 5.3 lacks it
+        with pytest.raises(ConfigError, match="up_proj, which peft would not find in the adapter's folder"):
+            apply_lora(build_on_meta(families.tiny("laguna")), LoraConfig(target_modules=["up_proj"]))
     with pytest.raises(ConfigError, match="write q_proj"):
         apply_lora(build_on_meta(families.tiny("llama")), LoraConfig(target_modules=["qproj"]))
 
