@@ -133,66 +133,33 @@ def _recomputed(block: nn.Module, forward: Callable[..., Any], what: str) -> Cal
     keep = _kept_ops(block, what)
     attends = {getattr(getattr(m, "config", None), "_attn_implementation", None) for m in block.modules()} - {None}
     has_ops = not attends or bool(attends & {"sdpa", BY_SAMPLE})  # other backends do not use torch's operators
-    changes: list[bool] = []  # whether the block changes kept results, once that is known: it is so in each step
-
-    def protected(*args: Any, **kwargs: Any) -> Any:
-        if changes == [False]:  # known since the forward pass
-            return forward(*args, **kwargs)
-        with _KeptStayEqual(keep) as mode:
-            out = forward(*args, **kwargs)
-        changes[:] = [bool(changes == [True] or mode.num_copied)]
-        return out
 
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
-        called, options = forward, {}
-        if what == "selective":
+        options: dict[str, Any] = {}
+        if what == "selective" and torch.compiler.is_compiling():
             # created here and not outside, because the compiler must see the parts
             contexts: Any = functools.partial(create_selective_checkpoint_contexts, list(keep))
             options = {"context_fn": contexts, **_OFFLOADS_KEPT}
-            if not torch.compiler.is_compiling() and changes != [False]:
-                called = protected
+        elif what == "selective":
+            options = {"context_fn": lambda: (_ResultsKept(keep, is_called=False, keeps_short=True),) * 2}
         elif has_ops and not torch.compiler.is_compiling():
-            options = {"context_fn": lambda: (_AttentionKept(keep, BY_SAMPLE in attends),) * 2}
-        return checkpoint(called, *args, use_reentrant=False, **options, **kwargs)
+            options = {"context_fn": lambda: (_ResultsKept(keep, is_called=BY_SAMPLE in attends),) * 2}
+        return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
 
     return _in_training(block, forward, checkpointed)
 
 
-class _KeptStayEqual(TorchDispatchMode):
-    """Gives code that changes a kept result in place a copy to change; otherwise recomputation would change it again.
+class _ResultsKept:
+    """The context of a recomputed region in both passes, which reuses the results of chosen operators.
 
-    torch (2.15) notices only some of these changes, and others give wrong gradients
-    (findings/selective-checkpoint-misses-in-place-change-behind-a-view.sh): delete when it notices all.
+    torch's context for selected operators supports one backward pass, and gives wrong gradients without an error if
+    code changes a kept result in place (findings/selective-checkpoint-misses-in-place-change-behind-a-view.sh). With
+    ``is_called`` lit_fsdp's attention enters this context, so that it intercepts only attention's operators; otherwise
+    it intercepts the whole region, which is slower.
     """
 
-    def __init__(self, ops: list[Any]) -> None:
-        super().__init__()
-        self._ops, self._kept, self.num_copied = ops, set[int](), 0
-
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if isinstance(op, torch._ops.OpOverload) and op._schema.is_mutable:
-            for tensor, argument in zip(args, op._schema.arguments, strict=False):
-                is_written = argument.alias_info is not None and argument.alias_info.is_write
-                is_plain = type(tensor) is torch.Tensor  # not fake, nor a DTensor
-                if is_written and is_plain and tensor.untyped_storage()._cdata in self._kept:
-                    tensor.set_(tensor.clone())
-                    self.num_copied += 1
-        out = op(*args, **(kwargs or {}))
-        if op in self._ops:
-            plain = [one for one in tree_leaves(out) if type(one) is torch.Tensor]
-            self._kept.update(one.untyped_storage()._cdata for one in plain)
-        return out
-
-
-class _AttentionKept:
-    """The context of a recomputed region in both passes, which reuses the results of attention.
-
-    torch's context for selected operators intercepts the whole region, which is slow, and supports one backward pass.
-    With ``is_called`` lit_fsdp's attention enters this context, so that it intercepts only attention's operators.
-    """
-
-    def __init__(self, ops: list[Any], is_called: bool) -> None:
-        self._mode, self._is_called = _Keeping(ops), is_called
+    def __init__(self, ops: list[Any], is_called: bool, keeps_short: bool = False) -> None:
+        self._mode, self._is_called = _Keeping(ops, keeps_short), is_called
 
     def __enter__(self) -> None:
         self._mode.position = 0
@@ -211,11 +178,13 @@ class _AttentionKept:
 class _Keeping(TorchDispatchMode):
     supports_higher_order_operators = True
 
-    def __init__(self, ops: list[Any]) -> None:
+    def __init__(self, ops: list[Any], keeps_short: bool) -> None:
         super().__init__()
         self._pack: Any = _hosts[-1].pack_hook if _hosts else torch.Tensor.detach
         self._unpack: Any = _hosts[-1].unpack_hook if _hosts else torch.Tensor.detach
-        self._ops, self._kept, self.position = ops, list[Any](), 0
+        self._ops, self._keeps_short, self.position = frozenset(ops), keeps_short, 0
+        self._kept: list[Any] = []
+        self._number_of: dict[int, int] = {}  # of a kept result, by the address of its storage; not of copies on hosts
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -223,30 +192,64 @@ class _Keeping(TorchDispatchMode):
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if op not in self._ops or not _is_worth_keeping(op, args, kwargs):
+        if op not in self._ops or not _is_worth_keeping(op, args, kwargs, self._keeps_short):
+            for tensor in _written(op, args, kwargs) if self._number_of else ():
+                self._copy_kept(tensor)
             return op(*args, **kwargs)
         self.position += 1
         if self.position <= len(self._kept):
             return tree_map_only(functools.partial, lambda again: again().detach(), self._kept[self.position - 1])
         out = op(*args, **kwargs)
-        self._kept.append(tree_map_only(torch.Tensor, self._keep, out))
+        self._kept.append(self._all_kept(out, len(self._kept)))
         return out
+
+    def _all_kept(self, out: Any, number: int) -> Any:
+        if self._pack is torch.Tensor.detach:
+            self._number_of |= {_address(tensor): number for tensor in tree_leaves(out) if torch.is_tensor(tensor)}
+        return tree_map_only(torch.Tensor, self._keep, out)
 
     def _keep(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         return functools.partial(self._unpack, self._pack(tensor.detach()))
 
+    def _copy_kept(self, tensor: torch.Tensor) -> None:
+        """Keep a copy of a result that is about to be changed in place."""
+        number = self._number_of.pop(_address(tensor), None)
+        if number is not None:
+            copies = tree_map_only(functools.partial, lambda again: again().clone(), self._kept[number])
+            self._kept[number] = self._all_kept(copies, number)
 
-def _is_worth_keeping(op: Any, args: Any, kwargs: Any) -> bool:
-    """Whether rows are at least twice as long as all heads are wide: shorter rows are cheap to recompute.
 
-    Calls with dropout are not kept: later random numbers are reproduced only if they are computed again.
+def _address(tensor: torch.Tensor) -> int:
+    return 0 if isinstance(tensor, DTensor) else tensor.untyped_storage()._cdata
+
+
+def _written(op: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """The tensors that an operator changes in place."""
+    if not isinstance(op, torch._ops.OpOverload) or not op._schema.is_mutable:
+        return []
+    given = zip(op._schema.arguments, [*args, *([None] * len(op._schema.arguments))], strict=False)
+    values = [
+        kwargs.get(argument.name, value)
+        for argument, value in given
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    return [tensor for tensor in tree_leaves(values) if torch.is_tensor(tensor)]
+
+
+def _is_worth_keeping(op: Any, args: Any, kwargs: Any, keeps_short: bool) -> bool:
+    """Whether to keep a result: unless ``keeps_short``, if rows are at least twice as long as all heads are wide.
+
+    Attention of shorter rows is cheap to recompute. Calls with dropout are not kept: later random numbers are
+    reproduced only if they are computed again.
     """
     arguments = op._schema.arguments if hasattr(op, "_schema") else ()
     place = next((i for i, argument in enumerate(arguments) if argument.name == "dropout_p"), len(args))
+    drops = kwargs.get("dropout_p", args[place] if place < len(args) else 0)
+    if drops or keeps_short:
+        return not drops
     query = args[0]  # (B, H, T, D), or (N, H, D) for joined samples, where the sixth argument is the longest length
     num_tokens = query.shape[2] if query.dim() == 4 else args[5]
-    drops = kwargs.get("dropout_p", args[place] if place < len(args) else 0)
-    return not drops and num_tokens >= 2 * query.shape[1] * query.shape[-1]
+    return bool(num_tokens >= 2 * query.shape[1] * query.shape[-1])
 
 
 def _offloaded(block: nn.Module, forward: Callable[..., Any], pin_memory: bool) -> Callable[..., Any]:

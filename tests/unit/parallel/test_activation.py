@@ -160,12 +160,10 @@ def test_what_is_added_to_in_place_is_not_kept(family: str):
     assert all(map(torch.equal, *found))
 
 
-_NOTICED = pytest.mark.skipif(not activation._OFFLOADS_KEPT, reason="older torch raises an error here")
-
-
-@pytest.mark.parametrize("bias", [pytest.param(True, marks=_NOTICED), False])
-def test_a_kept_result_that_the_model_changes_in_place_is_copied_before(bias: bool):
-    """In the first step and later ones; without a bias torch notices nothing, and gradients would be wrong."""
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("how", ["whole", "slice", "out", "later"])
+def test_a_kept_result_that_the_model_changes_in_place_is_copied_before(bias: bool, how: str):
+    """In each step; without a bias torch notices nothing, and gradients would be wrong."""
 
     class Adds(nn.Module):
         def __init__(self) -> None:
@@ -174,7 +172,15 @@ def test_a_kept_result_that_the_model_changes_in_place_is_copied_before(bias: bo
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             out = self.first(x)
-            out += x
+            if how == "whole":
+                out += x
+            elif how == "slice":
+                out[..., :4] = out[..., :4] * 2
+            elif how == "out":
+                with torch.no_grad():
+                    torch.mul(out.detach(), 3.0, out=out.detach())
+            elif len(found) != 3:  # not in the first pass with selective
+                out *= 2
             return self.second(out.square())
 
     block, found = Adds(), []
@@ -185,7 +191,9 @@ def test_a_kept_result_that_the_model_changes_in_place_is_copied_before(bias: bo
             block.zero_grad()
             block(x).square().sum().backward()
             found.append([param.grad.clone() for param in block.parameters()])
-    assert all(torch.equal(a, b) for grads in found[1:] for a, b in zip(found[0], grads, strict=True))
+    pairs = list(zip(found[:3], found[3:], strict=True))
+    pairs = pairs[1:] if how == "later" else pairs
+    assert all(torch.equal(a, b) for plain, selective in pairs for a, b in zip(plain, selective, strict=True))
 
 
 class Calls(TorchDispatchMode):
