@@ -204,7 +204,8 @@ class PreferenceModule(CausalLMModule):
         """What sums of the weights do not show: the order of values in files, and the settings of the model."""
         config: Any = self.model.config  # type: ignore[union-attr]
         volatile = ("transformers_version", "dtype", "use_cache")
-        settings = {k: v for k, v in config.to_dict().items() if k[0] != "_" and k not in volatile}
+        # without defaults, of which a later transformers may have more
+        settings = {k: v for k, v in config.to_diff_dict().items() if k[0] != "_" and k not in volatile}
         files = self.source.weights_folder
         return [files and weights_hash(files), json.dumps(settings, sort_keys=True, default=str)]
 

@@ -20,7 +20,7 @@ from lit_fsdp.checkpoint.run_folder import FOLDER, Found
 from lit_fsdp.checkpoint.run_lock import RunLock
 from lit_fsdp.config.run import CheckpointConfig
 from lit_fsdp.config.sections import build
-from lit_fsdp.errors import CheckpointError, ConfigError, require
+from lit_fsdp.errors import CheckpointError, require
 from lit_fsdp.metrics.hardware import is_accelerator
 from lit_fsdp.parallel.base import EngineStrategy
 from lit_fsdp.parallel.units import clean_name
@@ -123,24 +123,19 @@ class Checkpoint(ModelCheckpoint):
         own, monitor = {name: float(value) for name, value in trainer.callback_metrics.items()}, self.config.monitor
         metrics, is_better = Ranks().first("looking for the best", lambda: (own, self._is_better(own.get(monitor))))
         if self.config.keep_best and monitor not in metrics:
-            self._miss(trainer, metrics)
+            self._say_missing(trainer, metrics)
         if self.config.keep_best and is_better:
             self.best_model_score = torch.tensor(metrics[monitor], dtype=torch.float64)
             self.save(trainer)
         if self._saved_step == trainer.global_step and monitor in metrics:
             self._tidy(trainer, metrics)
 
-    def _miss(self, trainer: Trainer, metrics: dict[str, float]) -> None:
-        """Report that validation did not log the monitored metric; if the user named it, save, then raise."""
-        given, logged = f"{self.config.monitor}, which is not logged", ", ".join(metrics) or "no metric"
-        if self.config.monitor == CheckpointConfig.monitor:
-            if trainer.is_global_zero and not self._has_warned:
-                _log.warning("checkpoint.monitor: %s (logged: %s): no best checkpoint is kept", given, logged)
-            self._has_warned = True
-            return
-        self.save(trainer)
-        self.finish()
-        raise ConfigError("checkpoint.monitor", given, logged, "write one of these, and add --ckpt_path last")
+    def _say_missing(self, trainer: Trainer, metrics: dict[str, float]) -> None:
+        """Warn once that the monitored metric is not logged; some modules log it later."""
+        if trainer.is_global_zero and not self._has_warned:
+            text = "checkpoint.monitor: %s is not logged (logged: %s): until it is, no best checkpoint is kept"
+            _log.warning(text, self.config.monitor, ", ".join(metrics) or "no metric")
+        self._has_warned = True
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save the last step unless it is saved already, and wait for the last save."""

@@ -16,8 +16,8 @@ _OF_SAMPLES = ("val_exact_match", "val_answer_token_accuracy")
 def check_monitors(trainer: Trainer, module: Any) -> None:
     """Refuse a monitored metric that validation does not log, such as Transformers' ``eval_loss``.
 
-    Only for our own modules, and if no callback of the user's can log further metrics. The others are checked after the
-    first validation.
+    Only for our own modules, and if no callback of the user's can log further metrics; for others,
+    :class:`~lit_fsdp.Checkpoint` warns after the first validation.
 
     Raises:
         ConfigError: A callback monitors such a metric.
@@ -33,7 +33,9 @@ def check_monitors(trainer: Trainer, module: Any) -> None:
             getattr(callback, "monitor", None),
         )
         if isinstance(callback, Checkpoint):
-            field, monitor = "checkpoint.monitor", callback.config.monitor
+            field, monitor = "checkpoint.monitor", callback.config.monitor if callback.config.keep_best else None
+        elif not getattr(callback, "strict", True):  # of EarlyStopping: a missing metric is allowed
+            continue
         name = str(monitor or "").partition("/")[0]  # a named set follows
         is_logged = monitor in known or name in known or not name.startswith(_OF_EVALUATION)
         require(is_logged, field, f"{monitor}, which is not logged", ", ".join(known), "write val_loss")

@@ -123,7 +123,9 @@ def _sampling(options: Namespace) -> dict[str, float] | None:
     temperature, top_p = options.temperature, options.top_p
     for name in ("top_p", "seed"):
         given, fix = getattr(options, name), "add --temperature 0.7"
-        require(given is None or temperature, f"--{name}", f"{given} without --temperature", "both", fix)
+        fits = given is None or temperature is not None
+        require(fits, f"--{name}", f"{given} without --temperature", "both", fix)
+    require(0 <= (options.seed or 0) < 2**63, "--seed", options.seed, "0 to 2**63 - 1", "write --seed 1")
     if temperature is None or temperature == 0:  # as servers write greedy
         return None
     require(0 < temperature < math.inf, "--temperature", temperature, "> 0, or 0 for greedy", "write --temperature 0.7")

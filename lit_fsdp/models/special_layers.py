@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import Any
 
@@ -12,7 +13,8 @@ from lit_fsdp.models.attention import source_of
 
 _ROUTER = re.compile(r"router|(^|\.)(\w+_)?gate(\.\w+)?$", re.IGNORECASE)
 _ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
-_USED = re.compile(r"self\.(\w+)\.weight\b(?!\.(?:device|dtype|shape|size|ndim))")
+_USED = re.compile(r"(?<!isinstance\()self\.(\w+)\.weight\b(?!\.(?:device|dtype|shape|size|ndim))")
+_COMMENT = re.compile(r"#.*")
 
 
 def router_layers(model: nn.Module) -> set[str]:
@@ -33,12 +35,21 @@ def bypassed_layers(model: nn.Module) -> set[str]:
     found = set()
     for name, module in model.named_modules():
         never_used: Any = getattr(module, "pretraining_tp", 0) == 1  # Bloom uses weights only if it is larger
-        used = [] if never_used else _USED.findall(source_of(type(module)))  # type: ignore[arg-type]
+        used = set() if never_used else _used_weights(type(module))  # type: ignore[arg-type]
         prefix = f"{name}." if name else ""
         found |= {f"{prefix}{own}" for own in used if isinstance(getattr(module, own, None), nn.Linear)}
         if isinstance(module, nn.Linear) and type(module).forward is not nn.Linear.forward and not _is_product(module):
             found.add(name)
     return found
+
+
+@functools.cache
+def _used_weights(cls: type[nn.Module]) -> set[str]:
+    """The submodules whose weight a method uses, except those that set initial values."""
+    own = [base for base in cls.__mro__ if base not in nn.Module.__mro__]
+    methods = [(name, method) for base in own for name, method in vars(base).items() if callable(method)]
+    texts = [source_of(method) for name, method in methods if "init" not in name and "reset" not in name]
+    return {found for text in texts for found in _USED.findall(_COMMENT.sub("", text))}
 
 
 def _is_product(layer: nn.Linear) -> bool:

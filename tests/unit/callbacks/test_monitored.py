@@ -21,6 +21,8 @@ from lit_fsdp.errors import ConfigError
         (EarlyStopping("valid_loss"), "monitor of EarlyStopping in trainer.callbacks"),
         (EarlyStopping("val_rewards/margins"), "monitor of EarlyStopping in trainer.callbacks"),
         (EarlyStopping("val_loss/easy"), ""),
+        (EarlyStopping("eval_loss", strict=False), ""),
+        (Checkpoint(monitor="eval_loss", keep_best=0), ""),
         (Checkpoint(monitor="train_loss"), ""),
         (ModelCheckpoint(), ""),
     ],

@@ -129,6 +129,8 @@ def test_what_cannot_be_generated_and_an_answer_without_text(tmp_path, capsys, m
         assert main(["generate", "--model", "model", *words]) == 2
         assert f"error: {words[0]}: got {words[1]}" in (err := capsys.readouterr().err)
         assert "--temperature 0.7" in err
+    assert main(["generate", "--model", "model", "--temperature", "1", "--seed", str(2**63)]) == 2
+    assert "write --seed 1" in capsys.readouterr().err
     assert main(["generate", "--model", "model", "--temperature", "1", "--top_p", "0"]) == 2
     assert "write --top_p 0.9" in capsys.readouterr().err
     (tmp_path / "run/checkpoints").mkdir(parents=True)

@@ -18,6 +18,7 @@ from lit_fsdp.errors import ConfigError
 from lit_fsdp.models.build import build_on_meta, freeze_parameters
 from lit_fsdp.models.lora import LoraWeights, apply_lora, apply_saved_lora, base_name
 from lit_fsdp.models.quantize import apply_nf4
+from lit_fsdp.models.special_layers import bypassed_layers
 from lit_fsdp.parallel.units import quantized_layers
 from tests.unit.models import families
 from tests.unit.models.conftest import fill, opened
@@ -219,6 +220,24 @@ def test_routers_and_layers_whose_weight_code_uses_get_no_adapter_and_stay_whole
             kept = {name for name in alone if not name.endswith(tuple(shared))}
             assert whole == (kept if quantize else linears), config.model_type
     assert "code uses their weight itself: mamba.dt_proj" in caplog.text
+
+
+class Own(nn.Module):
+    """Uses one weight in its forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(4, 4) for _ in range(3))
+        nn.init.zeros_(self.q.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if isinstance(self.k.weight, nn.Parameter):  # self.q.weight is not used
+            x = self.k(x.to(self.q.weight.dtype))
+        return self.q(nn.functional.linear(x, self.v.weight))
+
+
+def test_only_weights_that_a_forward_pass_uses_count():
+    assert bypassed_layers(nn.ModuleDict({"own": Own()})) == {"own.v"}
 
 
 def test_experts_that_cannot_be_adapted_or_packed_are_refused_by_name():
