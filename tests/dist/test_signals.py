@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.dist.forks import ROOT, command, server
-from tests.runs import whole_steps
+from tests.runs import MORE, whole_steps
 
 SMOKE = [str(ROOT / "recipes/qwen3-0.6b_full_fsdp2_8x24gb.yaml"), str(ROOT / "configs/debug/smoke.yaml")]
 # One phase of the run made slow, so that a signal can fall into it; a script, as rank 1 is started with the same words.
@@ -137,7 +137,7 @@ def wait_for(path: Path, run: Run) -> None:
     [
         (Command, signal.SIGINT, "all", 130),
         (Forked, signal.SIGTERM, "first", 75),
-        (Forked, signal.SIGUSR1, "child", 75),
+        pytest.param(Forked, signal.SIGUSR1, "child", 75, marks=MORE),
     ],
     ids=lambda value: getattr(value, "name", str(value)),
 )
