@@ -295,7 +295,8 @@ def _count_in_micro_batches_of(
     now = trainer.accumulate_grad_batches
     if schedule is not None:
         now = schedule.get_accumulate_grad_batches(max(0, epochs["current"]["ready"] - 1))
-    before, every = now if saved is None else saved, trainer.val_check_interval
+    before = now if saved is None else saved
+    every = trainer.val_check_interval
     if before != now and isinstance(every, int) and trainer.is_global_zero:
         text = "a step has %d micro-batches instead of %d, so trainer.val_check_interval %d is now %.3g steps, not %.3g"
         _log.info(text, now, before, every, every / now, every / before)

@@ -28,13 +28,15 @@ def check_monitors(trainer: Trainer, module: Any) -> None:
         return
     known = [*(f"val_{name}" for name in module.eval_metric_names), *_OF_SAMPLES]
     for callback in callbacks:
-        field, monitor = (
-            f"monitor of {type(callback).__name__} in trainer.callbacks",
-            getattr(callback, "monitor", None),
-        )
+        monitor: Any
         if isinstance(callback, Checkpoint):
-            field, monitor = "checkpoint.monitor", callback.config.monitor if callback.config.keep_best else None
-        elif not getattr(callback, "strict", True):  # of EarlyStopping: a missing metric is allowed
+            field, monitor = "checkpoint.monitor", callback.config.monitor
+            is_used = callback.config.keep_best > 0
+        else:
+            field = f"monitor of {type(callback).__name__} in trainer.callbacks"
+            monitor = getattr(callback, "monitor", None)
+            is_used = getattr(callback, "strict", True)  # EarlyStopping with strict=False allows a missing metric
+        if not is_used:
             continue
         name = str(monitor or "").partition("/")[0]  # a named set follows
         is_logged = monitor in known or name in known or not name.startswith(_OF_EVALUATION)

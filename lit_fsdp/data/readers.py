@@ -49,7 +49,7 @@ def read_file(path: str, start: int = 0) -> Iterator[RawRow]:
     """Read the rows of a file, or of ``generated:N``, from row ``start``; DataError if reading fails."""
     kind = kind_of(path)
     if kind in _NOT_SUPPORTED:
-        raise DataError(f"{path}: not supported compression {kind}\n  allowed: .gz\n  fix:     decompress it")
+        raise DataError(f"{path}: compression {kind} is not supported\n  allowed: .gz\n  fix:     decompress it")
     if kind in _TABLES:
         import datasets
 

@@ -43,7 +43,7 @@ def is_causal(model: torch.nn.Module) -> bool:
 
 
 def check_causal(model: Any) -> None:
-    """Refuse models in which a token sees later tokens, such as BERT as an encoder: their loss would be about copying.
+    """Refuse models in which a token sees later tokens, such as BERT as an encoder: they would learn to copy them.
 
     Raises:
         ConfigError: The model is known not to be causal.

@@ -28,7 +28,7 @@ from lit_fsdp.errors import ConfigError, require
 from lit_fsdp.models.adapted import apply_one_function
 from lit_fsdp.models.experts import fused_experts
 from lit_fsdp.models.quantize import PackedExperts, apply_nf4, pack, pack_experts
-from lit_fsdp.models.special_layers import bypassed_layers, router_layers
+from lit_fsdp.models.special_layers import ATTENTION, bypassed_layers, router_layers
 from lit_fsdp.models.weights import Weights, seeded, tied_groups
 
 _log = logging.getLogger(__name__)
@@ -37,7 +37,6 @@ _ADAPTER = "default"
 _BITSANDBYTES = "bitsandbytes"
 _HANDED = ("layers_to_transform", "layers_pattern", "exclude_modules", "rank_pattern", "alpha_pattern")
 _LAYERS = (nn.Linear, Conv1D, nn.Embedding)  # targeted as modules, not as parameters
-_ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
 _WRAPPERS = re.compile(rf"(\.base_layer|\.original_module|\.modules_to_save\.{_ADAPTER})(?=\.|$)")
 _ADAPTER_PARTS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector")
 
@@ -151,12 +150,13 @@ def _targets(
     chosen = config.target_modules
     mistaken, routers, bypassed = _mistaken(model, linears), router_layers(model), bypassed_layers(model)
     lost = _lost(model, linears)
-    left = routers | bypassed | lost
-    usable = [n for n in linears if n not in left and n.rpartition(".")[2] not in mistaken]
-    has_experts = fused or not routers or any("expert" in name for name in linears)
-    of, fits = f"{model.config.model_type}, whose experts are neither layers nor stacked tensors", "attention-only"
-    require(has_experts or chosen != "all-linear", path, f"all-linear for {of}", fits, f"write {fits}")
-    require(has_experts or not config.quantize, f"{_PATH}.quantize", f"nf4 for {of}", "null for it", "drop quantize")
+    unusable = routers | bypassed | lost
+    usable = [n for n in linears if n not in unusable and n.rpartition(".")[2] not in mistaken]
+    if routers and not fused and not any("expert" in name for name in linears):
+        whose = f"for {model.config.model_type}, whose experts are neither layers nor stacked tensors"
+        given, fix = f"all-linear {whose}", "write attention-only"
+        require(chosen != "all-linear", path, given, "attention-only, or names of layers", fix)
+        require(not config.quantize, f"{_PATH}.quantize", f"nf4 {whose}", "null", "drop quantize")
     targets: list[str] | str | None = chosen
     parameters: list[str] = []
     if chosen == "all-linear" or (chosen is None and not is_known):
@@ -165,13 +165,13 @@ def _targets(
         used = (bypassed & {*linears}) - routers
         for names, why in (
             (confused, "peft mistakes them for routed experts"),
-            (used, "code uses their weight itself"),
+            (used, "the model's code uses their weight directly"),
             (lost - used, "peft would not find them in the adapter's folder"),
         ):
             if left_out := sorted({_end(name) for name in names}):
                 _log.warning("model.lora: layers without adapters, because %s: %s", why, ", ".join(left_out))
     elif chosen == "attention-only":
-        targets = [name for name in usable if _ATTENTION.search(name)]
+        targets = [name for name in usable if ATTENTION.search(name)]
         given = f"attention-only for {model.config.model_type}, which has no linear layer named attn or attention"
         require(targets, path, given, f"layers of this model: {layers}")
     elif isinstance(chosen, str):
@@ -189,9 +189,9 @@ def _targets(
         matrices = [name for name, param in found_here if param.ndim in (2, 3)]
         parameters = [name for name in matrices if f".{name}".endswith(tuple(f".{wanted}" for wanted in others))]
         owners = {name.rpartition(".")[0] for name in fused}
-        others = [_end(name) for name in parameters if name not in fused and name.rpartition(".")[0] in owners]
+        biases = [_end(name) for name in parameters if name not in fused and name.rpartition(".")[0] in owners]
         stacked = ", ".join(sorted({_end(name) for name in fused}))
-        require(not others, path, f"{others[:1]}, which is no weight of experts", f"weights such as {stacked}")
+        require(not biases, path, f"{biases[:1]}, which is no weight of experts", f"weights such as {stacked}")
         targets = [wanted for wanted in chosen if not any(f".{name}".endswith(f".{wanted}") for name in parameters)]
         _check_names(model, "target_modules", targets, layers)
     wrong = [] if isinstance(targets, str) else [n for n in targets or () if n.rpartition(".")[2] in mistaken]

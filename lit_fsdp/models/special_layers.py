@@ -12,7 +12,8 @@ from torch import nn
 from lit_fsdp.models.attention import source_of
 
 _ROUTER = re.compile(r"router|(^|\.)(\w+_)?gate(\.\w+)?$", re.IGNORECASE)
-_ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
+ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
+"""Names of attention layers, and of layers inside them."""
 _USED = re.compile(r"(?<!isinstance\()self\.(\w+)\.weight\b(?!\.(?:device|dtype|shape|size|ndim))")
 _COMMENT = re.compile(r"#.*")
 
@@ -23,7 +24,7 @@ def router_layers(model: nn.Module) -> set[str]:
         return set()
     linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     found = ((name, _ROUTER.search(name)) for name in linears)
-    return {name for name, match in found if match and (match[0] == "router" or not _ATTENTION.search(name))}
+    return {name for name, match in found if match and (match[0] == "router" or not ATTENTION.search(name))}
 
 
 def bypassed_layers(model: nn.Module) -> set[str]:

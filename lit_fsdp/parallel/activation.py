@@ -116,7 +116,7 @@ def _kept_ops(block: nn.Module, what: str) -> list[Any]:
     found = [getattr(getattr(torch.ops, space), op, None) for space, op in (name.split(".") for name in names)]
     kept = [getattr(op, "default", op) for op in found if op is not None]
     if any(getattr(module, "has_bias", False) is True for module in block.modules()):
-        # transformers adds expert biases (GPT-OSS) to these results in place, and kept results must not change
+        # transformers adds expert biases (GPT-OSS) to these results in place, so that copies would be kept
         kept = [op for op in kept if op is not torch.ops.aten._grouped_mm.default]
     return kept
 
@@ -136,13 +136,14 @@ def _recomputed(block: nn.Module, forward: Callable[..., Any], what: str) -> Cal
 
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
         options: dict[str, Any] = {}
-        if what == "selective" and torch.compiler.is_compiling():
-            # created here and not outside, because the compiler must see the parts
-            contexts: Any = functools.partial(create_selective_checkpoint_contexts, list(keep))
-            options = {"context_fn": contexts, **_OFFLOADS_KEPT}
+        if torch.compiler.is_compiling():
+            if what == "selective":
+                # created here and not outside, because the compiler must see the parts
+                contexts: Any = functools.partial(create_selective_checkpoint_contexts, list(keep))
+                options = {"context_fn": contexts, **_OFFLOADS_KEPT}
         elif what == "selective":
             options = {"context_fn": lambda: (_ResultsKept(keep, is_called=False, keeps_short=True),) * 2}
-        elif has_ops and not torch.compiler.is_compiling():
+        elif has_ops:
             options = {"context_fn": lambda: (_ResultsKept(keep, is_called=BY_SAMPLE in attends),) * 2}
         return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
 

@@ -134,7 +134,7 @@ def test_files_that_are_not_utf8_or_compressed_otherwise_say_what_to_do(tmp_path
         with pytest.raises(DataError) as error:
             _read(path)
         assert str(error.value) == (
-            f"{path}: not supported compression {suffix.lower()}\n  allowed: .gz\n  fix:     decompress it"
+            f"{path}: compression {suffix.lower()} is not supported\n  allowed: .gz\n  fix:     decompress it"
         )
     for name in ("a.jsonl.gz", "a.csv.gz"):
         path = tmp_path / name.upper()

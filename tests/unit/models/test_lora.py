@@ -219,7 +219,7 @@ def test_routers_and_layers_whose_weight_code_uses_get_no_adapter_and_stay_whole
             whole = linears - {base_name(name) for name in quantized_layers(model)}
             kept = {name for name in alone if not name.endswith(tuple(shared))}
             assert whole == (kept if quantize else linears), config.model_type
-    assert "code uses their weight itself: mamba.dt_proj" in caplog.text
+    assert "code uses their weight directly: mamba.dt_proj" in caplog.text
 
 
 class Own(nn.Module):
