@@ -7,7 +7,7 @@ import itertools
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 from torch import nn
@@ -62,19 +62,13 @@ def audit_recipe(run: RunConfig) -> dict[str, Any]:
     kept, known_as = state_bytes(optim, model, TORCH_DTYPES[row.param].itemsize)
     state = state_per_rank(module, plan, strategy, shards, kept)
     return {
-        **audit(plan, shards, recompute_by_unit(plan)),
+        **audit(plan, strategy, (copies, shards), recompute_by_unit(plan)),
         "num_params_on_this_rank": state[0]["num_params"],
-        "engine": strategy.engine,
-        "sharding": strategy.sharding,
         "ranks": run.world_size,
-        "replicate_degree": copies,
-        "context_parallel": strategy.context_config.degree,
-        "expert_parallel": strategy.expert_parallel,
         "precision": {"mode": strategy.precision_config.mode, "declared": declared_dtypes(row, frozen)},
         "state_per_rank": state,
         "optimizer": optim.optimizer,
         "optimizer_bytes_of": known_as,  # AdamW's if the optimizer is unknown
-        "replaced": strategy.replaced,
     }
 
 
@@ -90,9 +84,9 @@ def device_type(run: RunConfig) -> str:
     return "cpu" if accelerator == "cpu" or open_here else "cuda"
 
 
-def print_recipe_audit(record: dict[str, Any], file: TextIO | None = None) -> None:
-    """Print the audit of a recipe as tables to standard output or ``file``."""
-    console = console_for(file or sys.stdout)
+def print_recipe_audit(record: dict[str, Any]) -> None:
+    """Print the audit of a recipe as tables."""
+    console = console_for(sys.stdout)
     console.print(units_table(record))
     console.print(ranks_table(record["state_per_rank"]))
     dtypes = ", ".join(f"{what} {dtype}" for what, dtype in record["precision"]["declared"].items())

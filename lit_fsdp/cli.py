@@ -38,7 +38,7 @@ from lit_fsdp.checkpoint.files import naming
 from lit_fsdp.checkpoint.run_folder import Resume, checkpoints, find_resume
 from lit_fsdp.checkpoint.run_lock import RunLock
 from lit_fsdp.config.command_line import OWN_CLASSES, TRUSTED, read_command_line
-from lit_fsdp.config.data import DataConfig
+from lit_fsdp.config.data import STAGES, DataConfig
 from lit_fsdp.config.model import ModelConfig
 from lit_fsdp.config.parser import SECTIONS, complete, parse
 from lit_fsdp.config.parser_errors import not_allowed
@@ -65,7 +65,6 @@ from lit_fsdp.redaction import redact_values
 from lit_fsdp.report.page import report_of
 from lit_fsdp.signals import SIGNAL_FLAGS
 
-_STAGES = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "predict": ("predict",)}
 _TEXTS = {
     "fit": "Train a model with a recipe.",
     "validate": "Compute loss, perplexity and token accuracy on data.val.",
@@ -94,7 +93,7 @@ class RecipeCLI(LightningCLI):
     ) -> None:
         args = kwargs.get("args")
         words = [] if isinstance(args, (dict, Namespace)) else list(sys.argv[1:] if args is None else args)
-        self.verb = words.pop(0) if words and words[0] in _STAGES else None
+        self.verb = words.pop(0) if words and words[0] in STAGES else None
         self.exit_code = 0
         self._raised: Exception | None = None  # by the constructor of a class of the recipe
         own_model = model_class is None or (isinstance(model_class, type) and issubclass(model_class, CausalLMModule))
@@ -292,7 +291,7 @@ class RecipeCLI(LightningCLI):
             resume_loggers(self._section().trainer, folder, step)
         self._instantiate()
         self.config = original
-        split, data = _STAGES[self.verb][0], self.datamodule
+        split, data = STAGES[self.verb][0], self.datamodule
         if self._has_own_data() and not isinstance(self.model, CausalLMModule) and not data.config.has(split):
             self.datamodule = None  # a third-party module may have its own loaders
 
@@ -429,11 +428,11 @@ class RecipeCLI(LightningCLI):
             print(f"{text}: no dtype contract, no verified checkpoints, no elastic resume", file=sys.stderr)
         if ours["data"] and self.verb == "fit":
             self.datamodule.fix_batches(run.data_ranks, parsed.trainer.accumulate_grad_batches)
-        if ours["model"] or ours["data"]:
-            check_finders(trainer.callbacks, model)
         if isinstance(strategy, EngineStrategy):
             strategy.in_recipe = True
             strategy.check_environment(trainer, model, str(self.verb))
+        elif ours["model"] or ours["data"]:
+            check_finders(trainer.callbacks, model)
         if ours["model"] and self.verb == "fit":
             check_monitors(trainer, model)
         if ours["model"]:
@@ -455,7 +454,7 @@ class RecipeCLI(LightningCLI):
         if self._has_own_data() and isinstance(self.model, CausalLMModule):
             self.datamodule.attach(self.model.tokenizer, parsed.seed_everything or 0, self.model.is_preference)
             self.datamodule.num_embeddings = self.model.num_embeddings
-            self.datamodule.prepare(_STAGES[verb])
+            self.datamodule.prepare(STAGES[verb])
             if self.samples is not None and verb == "fit":
                 self.samples.read(self.datamodule)
         if trainer.is_global_zero and verb == "fit":

@@ -15,7 +15,7 @@ from lightning.pytorch import LightningDataModule
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from transformers import PreTrainedTokenizerBase
 
-from lit_fsdp.config.data import DEFAULT_BATCH, DataConfig, accumulation_steps
+from lit_fsdp.config.data import DEFAULT_BATCH, STAGES, DataConfig, accumulation_steps
 from lit_fsdp.config.run import check_whole_batches
 from lit_fsdp.config.sections import build, refuse_positional, takes_fields
 from lit_fsdp.config.strategy import StrategyConfig
@@ -33,7 +33,6 @@ from lit_fsdp.metrics.hardware import is_accelerator
 from lit_fsdp.models.tokenizers import pad_id
 
 _log = logging.getLogger(__name__)
-_STAGES = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "predict": ("predict",)}
 
 
 class CausalLMDataModule(LightningDataModule):
@@ -116,7 +115,7 @@ class CausalLMDataModule(LightningDataModule):
         """Run :meth:`prepare` in one process per node; :meth:`setup` raises errors, as others wait at a barrier."""
         assert self.trainer is not None
         try:
-            self.prepare(_STAGES[str(self.trainer.state.fn.value)] if self.trainer.state.fn else ())
+            self.prepare(STAGES[str(self.trainer.state.fn.value)] if self.trainer.state.fn else ())
         except Exception as error:
             self._refused = error
 
@@ -134,7 +133,7 @@ class CausalLMDataModule(LightningDataModule):
             config = dataclasses.replace(config, cache_dir=self.config.cache_dir)  # specific to a node
             if config != self.config:  # for example after a push to the hub in the meantime
                 self.config, self._samples = config, {}
-        self.prepare(_STAGES[stage])
+        self.prepare(STAGES[stage])
         if stage != "fit" or self.trainer is None:
             return
         self._stream = self._position = None

@@ -142,11 +142,11 @@ class IsolationProof(Callback):
 
         split = 0.0
         with untouched(strategy, module):
-            found = gathered(trainer, measure_isolation(states, batch["input_ids"], shares))
+            found = gathered(measure_isolation(states, batch["input_ids"], shares))
             if strategy.context is not None:
                 one = proof_batch(batch["input_ids"].flatten()[:64].repeat(64)[:64][None])
                 together, alone = states(one).double(), states(one, True).double()
-                split = max(gathered(trainer, float((together - alone).norm() / alone.norm())))
+                split = max(gathered(float((together - alone).norm() / alone.norm())))
         change, moved = max(one.change for one in found), max(one.moved for one in found)
         precision, config = strategy.config.precision_config, module.source.hf_config.get_text_config().to_dict()
         experts = [value for name, value in config.items() if "experts" in name and isinstance(value, int)]

@@ -65,7 +65,7 @@ class ProfileWindow(Callback):
                 torch.get_device_module(device).synchronize()  # the window starts and ends with an idle device
             self._profile.step()
             if self._done == WARMUP_STEPS + self.steps:
-                self.records = gathered(trainer, self._record(self.folder / f"rank-{trainer.global_rank}.json"))
+                self.records = gathered(self._record(self.folder / f"rank-{trainer.global_rank}.json"))
                 trainer.should_stop = True
         self._begin("data wait")
 

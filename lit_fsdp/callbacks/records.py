@@ -52,6 +52,7 @@ class RunRecord(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Note the memory before the model is built."""
+        self._changed = ()
         reset_peak_host_bytes()  # model conversion or tokenization may have used more
         self._before_bytes = peak_host_bytes()
         device = trainer.strategy.root_device
@@ -133,7 +134,7 @@ class RunRecord(Callback):
             return
         device = trainer.strategy.root_device
         before = 0 if is_accelerator(device) else self._before_bytes
-        ranks = gathered(trainer, peak_device_bytes(device) - before)
+        ranks = gathered(peak_device_bytes(device) - before)
         if trainer.is_global_zero:
             folder = Path(trainer.default_root_dir)
             if self._has_audit or "measured_peak_bytes_per_rank" not in _audit_of(folder):
@@ -165,7 +166,7 @@ class PredictionWriter(Callback):
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write all rows in order, on rank 0."""
-        parts, self._rows = gathered(trainer, self._rows), []
+        parts, self._rows = gathered(self._rows), []
         rows = sorted((row for part in parts for row in part), key=lambda row: row["row"])
         if trainer.is_global_zero and rows:
             path = Path(trainer.default_root_dir) / "predictions.jsonl"
@@ -176,7 +177,7 @@ class PredictionWriter(Callback):
             _log.warning(text + "BasePredictionWriter in trainer.callbacks", type(pl_module).__name__)
 
 
-def gathered(trainer: Trainer, own: Any) -> list[Any]:
+def gathered(own: Any) -> list[Any]:
     """The values of all ranks in rank order; collective."""
     return Ranks().run("gathering values of the ranks", lambda: own)
 

@@ -78,7 +78,7 @@ class Samples(Callback):
             for start in range(0, each, _AT_ONCE):
                 batch = own[start : start + _AT_ONCE]
                 found += run_aside(trainer.strategy, module, "answers", batch, self.config.max_new_tokens)
-        by_rank = gathered(trainer, found)
+        by_rank = gathered(found)
         rows: list[list[Any]] = []
         exact: list[float] = []
         tokens: list[float] = []

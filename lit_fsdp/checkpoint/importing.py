@@ -194,6 +194,8 @@ def read_lightning_file(path: Path) -> Mapping[str, Any]:
 
 def _accelerate_folder(folder: Path) -> Source:
     """Open a folder of ``accelerator.save_state(folder)``, or a ``checkpoint-500`` of the HF Trainer."""
+    if not folder.exists():
+        raise CheckpointError(f"{folder} does not exist")
     there = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
     file = next((folder / name for name in _MODEL_FILES if name in there), None)
     if _SHARDED_MODEL in there:

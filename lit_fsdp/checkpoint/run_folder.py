@@ -128,6 +128,14 @@ def choose(
     return order
 
 
+def saved_config(run_folder: Path) -> CheckpointConfig:
+    """Return the section ``checkpoint`` of a run's recipe, or the defaults."""
+    try:
+        return CheckpointConfig(**yaml.safe_load((run_folder / "recipe.yaml").read_text(encoding="utf-8"))["checkpoint"])
+    except (OSError, ValueError, TypeError, KeyError, yaml.YAMLError):
+        return CheckpointConfig()  # a file of another tool, or keys of another version
+
+
 def named_checkpoint(path: Path) -> Path:
     """Return the checkpoint at a path, the last checkpoint of a run folder, or ``RUN/last``, ``RUN/best``, ``RUN/50``.
 
@@ -147,9 +155,7 @@ def named_checkpoint(path: Path) -> Path:
         if int(word) not in steps:
             raise CheckpointError(f"{run} has no complete checkpoint of step {word}, only of {sorted(steps)}")
         return steps[int(word)]
-    recipe = run / "recipe.yaml"
-    given = yaml.safe_load(recipe.read_text(encoding="utf-8")).get("checkpoint") if recipe.is_file() else None
-    config = CheckpointConfig(**(given or {}))
+    config = saved_config(run)
     return choose(word, run, config.monitor, config.mode, flag="--ckpt")[0] if word in ("last", "best") else path
 
 

@@ -86,7 +86,13 @@ def run(argv: list[str]) -> int:
         return run_training_verb(verb, rest)
     if verb in _VERBS:
         module = importlib.import_module(f"lit_fsdp.commands.{_MODULES.get(verb, verb)}")
-        return int(getattr(module, f"run_{verb}")(rest))
+        try:
+            return int(getattr(module, f"run_{verb}")(rest))
+        except OSError as error:
+            if not error.filename:
+                raise
+            given, fix = f"{error.filename} ({error.strerror})", "check the path, and the permissions of its folder"
+            raise ConfigError(f"lit-fsdp {verb}", given, "a file or folder that it can use", fix) from error
     alike = difflib.get_close_matches(verb, _VERBS, n=1, cutoff=0.7)
     near = "fit" if verb[:1] == "-" else VERBS.get(verb.lower().replace("-", "_")) or "".join(alike)
     fix = f"lit-fsdp {near} ..." if near else "see lit-fsdp --help"

@@ -8,13 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from lit_fsdp.checkpoint.manifest import read_manifest
-from lit_fsdp.checkpoint.run_folder import FOLDER, look_at, ranked, survey
+from lit_fsdp.checkpoint.run_folder import FOLDER, look_at, ranked, saved_config, survey
 from lit_fsdp.checkpoint.verify import sha256_of, verify
 from lit_fsdp.commands.parsing import columns, parse, run_one_of, verb_parser
-from lit_fsdp.config.run import CheckpointConfig
 from lit_fsdp.errors import CheckpointError, require
 from lit_fsdp.host import heavy_imports, size_words
 
@@ -57,7 +54,7 @@ def _show(parser: Any, argv: Sequence[str], hashes: bool) -> list[dict[str, Any]
     require(path.is_dir(), "PATH", f"{path}, which is not a folder", "a run folder, or a checkpoint", "check the path")
     folder = path / FOLDER if (path / FOLDER).is_dir() else path
     entries = survey(folder)
-    config = _config((folder if entries else folder.parent).parent / "recipe.yaml")
+    config = saved_config((folder if entries else folder.parent).parent)
     complete = [entry for entry in entries if entry.damage is None]
     means = {"last": complete[-1:], "best": ranked(complete, config.monitor, config.mode)[:1]}
     if not entries:
@@ -85,14 +82,6 @@ def _show(parser: Any, argv: Sequence[str], hashes: bool) -> list[dict[str, Any]
     head = {"monitor": config.monitor, "mode": config.mode}
     print(json.dumps({**head, "checkpoints": rows}, indent=1) if options.json else _table(rows, config.monitor))
     return rows
-
-
-def _config(recipe: Path) -> CheckpointConfig:
-    """The ``checkpoint`` section of a run's recipe, or the defaults."""
-    try:
-        return CheckpointConfig(**yaml.safe_load(recipe.read_text(encoding="utf-8"))["checkpoint"])
-    except (OSError, ValueError, TypeError, KeyError, yaml.YAMLError):
-        return CheckpointConfig()  # a file of another tool, or keys of another version
 
 
 def _table(rows: Sequence[dict[str, Any]], monitor: str) -> str:

@@ -40,6 +40,7 @@ def _inspect(argv: Sequence[str]) -> int:
     require(options.split in there, "--split", options.split, f"a split of the recipe: {', '.join(there)}")
     can_draw = options.plot is None or importlib.util.find_spec("matplotlib") is not None
     require(can_draw, "--plot", options.plot, "with matplotlib", "pip install 'lit-fsdp[plot]', or omit --plot")
+    require(options.n >= 0, "--n", options.n, ">= 0", f"write --n {abs(options.n)}")
     setup_logging()
 
     with heavy_imports():

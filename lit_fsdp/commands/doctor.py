@@ -98,21 +98,18 @@ def _wanted(recipe: LoadedRecipe | None, nodes: int | None, can_measure: bool) -
     if recipe is None:
         return Wanted(run_folder=Path("runs"), nodes=nodes or 1)
     run, trainer = recipe.run, recipe.run.trainer
-    name = recipe.files[0].stem if recipe.files else "run"
     num_bytes, count = None, 1
     if can_measure:
-        from lit_fsdp.audit import audit_recipe
         from lit_fsdp.checkpoint.disk_space import peak_count
+        from lit_fsdp.commands.slurm import checkpoint_bytes
 
-        validates = run.data.val is not None or run.data.val_split is not None
-        steps = trainer.get("max_steps") or -1
-        count = peak_count(run.checkpoint, steps if steps > 0 else None, validates) or 2
-        with contextlib.suppress(CheckpointError, ConfigError, OSError):  # the run reports problems with the model
-            ranks = audit_recipe(run)["state_per_rank"]
-            num_bytes = sum(rank["parameter_bytes"] + rank["optimizer_bytes"] for rank in ranks)
+        steps = trainer["max_steps"]
+        count = peak_count(run.checkpoint, steps if steps > 0 else None, run.data.has("val")) or 2
+        with contextlib.suppress(CheckpointError, ConfigError):  # the run reports problems with the model
+            num_bytes = checkpoint_bytes(run)
     return Wanted(
-        run_folder=Path(trainer.get("default_root_dir") or f"runs/{name}"),
-        accelerator=trainer.get("accelerator"),
+        run_folder=Path(trainer["default_root_dir"]),
+        accelerator=trainer["accelerator"],
         devices=(run.world_size or 1) // run.num_nodes,
         nodes=run.num_nodes,
         checkpoint_bytes=num_bytes,

@@ -40,6 +40,8 @@ def run_export(argv: Sequence[str]) -> int:
     parser.add_argument("--private", action="store_true", help="make the repository private")
     options = parse(parser, argv)
     hub_name = options.push_to_hub
+    least, given = 2**-30, options.max_shard_gib
+    require(given >= least, "--max_shard_gib", given, "more than 0 GiB", "leave it out (5)")
     require(hub_name or not options.private, "--private", "no --push-to-hub", "both")
     with heavy_imports():
         from lit_fsdp.checkpoint.export import export

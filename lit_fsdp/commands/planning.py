@@ -26,6 +26,7 @@ from lit_fsdp.config.run import STRATEGY
 from lit_fsdp.config.strategy import check_accumulation
 from lit_fsdp.errors import require
 from lit_fsdp.host import heavy_imports, size_words
+from lit_fsdp.redaction import redact_values
 
 
 def run_audit(argv: Sequence[str]) -> int:
@@ -203,7 +204,7 @@ def run_plan(argv: Sequence[str]) -> int:
         words += [word for flag in search.flags_of({**best["changes"], **batch}) for word in shlex.split(flag)]
         values = _loaded(parser, words, gpus, nodes, "--gpus").values
         options.write.parent.mkdir(parents=True, exist_ok=True)
-        options.write.write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
+        options.write.write_text(yaml.safe_dump(redact_values(values), sort_keys=False), encoding="utf-8")
         lines.append(f"written: {options.write}")
     print(json.dumps(record, indent=1) if options.json else "\n".join(lines))
     if options.write:

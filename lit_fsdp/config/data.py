@@ -133,6 +133,8 @@ def _entry(given: str | SourceConfig | dict[str, Any]) -> SourceConfig:
 
 DEFAULT_BATCH = 16
 """Default number of samples per optimizer step."""
+STAGES = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "predict": ("predict",)}
+"""Splits that each verb of the Trainer reads."""
 
 
 @dataclass(frozen=True, kw_only=True)

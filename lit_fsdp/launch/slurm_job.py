@@ -94,7 +94,7 @@ def plan_job(run: RunConfig, ckpt_path: str | None = None) -> Job:
     fix = "give --gpus-per-node N; for processes on CPUs set trainer.accelerator: cpu and slurm.gpus_per_node: 0"
     fix = "set trainer.accelerator: gpu" if accelerator == "cpu" and wanted else fix
     require(wanted in (None, gpus), "slurm.gpus_per_node", given, f"{gpus}", fix)
-    folder = Path(run.trainer.get("default_root_dir") or "runs/run").expanduser().absolute()
+    folder = Path(run.trainer["default_root_dir"]).expanduser().absolute()
     allowed = "one line without backslashes: SLURM does not insert the job ID into paths with them"
     is_line = str(folder).isprintable() and "\\" not in str(folder)
     require(is_line, "trainer.default_root_dir", repr(str(folder)), allowed, "rename the folder")

@@ -36,6 +36,7 @@ _KNOWN_LAYERS = {"full_attention", "attention", *_WINDOWS}
 _NO_PRODUCT = {"original_module", "lora_embedding_A", "token_adapter"}
 _OF_EXPERTS = re.compile(r"(^|\.)experts\.(\d+|(base_layer\.)*(lora_[AB]|\w+_proj))\.")  # \w+_proj: 4-bit experts
 _NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+_PER_TOKEN = ("num_experts_per_tok", "top_k_experts", "moe_topk")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +103,11 @@ def num_pairs(counts: Mapping[str, float], window: int | None) -> float:
     if window is None or squared <= window * tokens:
         return squared / 2
     return tokens * (window - window * window * tokens / (2 * squared))
+
+
+def experts_per_token(config: Any) -> int:
+    """Return the number of experts per token of a text config; 0 if it does not define one number."""
+    return next((number for name in _PER_TOKEN if isinstance(number := getattr(config, name, None), int)), 0)
 
 
 def flop_formula(model: nn.Module) -> ModelFlops:
@@ -173,7 +179,9 @@ def _own_products(name: str, module: Any, config: Any) -> list[tuple[float, bool
             elements = module.in_features * module.out_features
         is_of_experts = (p.ndim == 3 and p.shape[0] == num_experts) or _OF_EXPERTS.search(f"{name}.")
         if num_experts and is_of_experts:  # only the experts that a token is routed to
-            elements *= config.num_experts_per_tok / num_experts
+            if not experts_per_token(config):
+                raise ValueError("its configuration does not give one number of experts per token")
+            elements *= experts_per_token(config) / num_experts
         found.append((elements, p.requires_grad))
     return found
 

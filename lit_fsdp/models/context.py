@@ -69,18 +69,19 @@ class ContextGroup:
         found = []
         for x in tensors:
             more = next(m for m in range(1, heads + 1) if x.shape[1] * m % self.degree == 0 == heads % (x.shape[1] * m))
-            found.append(self._exchanged(x.repeat_interleave(more, dim=1) if more > 1 else x, split=1, join=2))
+            found.append(self._exchanged(x.repeat_interleave(more, dim=1) if more > 1 else x))
         return found
 
     def to_positions(self, out_1NHD: torch.Tensor) -> torch.Tensor:
         """Exchange back to a part of the positions with all heads, (1, N / n, H, D)."""
-        return self._exchanged(out_1NHD, split=1, join=2)
+        return self._exchanged(out_1NHD)
 
-    def _exchanged(self, x: torch.Tensor, split: int, join: int) -> torch.Tensor:
+    def _exchanged(self, x: torch.Tensor) -> torch.Tensor:
+        """Divide dim 1 over the ranks of the group, and join their parts along dim 2."""
         sizes = [1] * self.degree
-        parts = torch.stack(x.chunk(self.degree, dim=split))
+        parts = torch.stack(x.chunk(self.degree, dim=1))
         found = collectives.all_to_all_single_autograd(parts, sizes, sizes, self.group)
-        return torch.cat(collectives.wait_tensor(found).unbind(), dim=join)
+        return torch.cat(collectives.wait_tensor(found).unbind(), dim=2)
 
     def summed(self, x: torch.Tensor) -> torch.Tensor:
         """Sum over the ranks of the group; each rank differentiates its own term, as all compute the same loss."""

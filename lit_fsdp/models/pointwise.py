@@ -9,13 +9,14 @@ Shapes: N rows, D features.
 from __future__ import annotations
 
 import functools
-import inspect
 import re
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
+
+from lit_fsdp.models.attention import source_of
 
 _EPSILONS = ("variance_epsilon", "eps")
 _PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
@@ -57,7 +58,7 @@ def _is_gated(module: Any) -> bool:
 @functools.cache
 def _multiplies(kind: Any) -> bool:
     """Whether the forward pass of a class is the gated product and nothing else."""
-    body = inspect.getsource(kind.forward).partition(":\n")[2]
+    body = source_of(kind.forward).partition(":\n")[2]
     return _GATED.fullmatch(body.strip()) is not None
 
 

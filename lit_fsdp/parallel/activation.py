@@ -111,14 +111,10 @@ def recompute_by_unit(plan: UnitPlan) -> dict[str, str]:
     return found | {unit: f"{count} blocks {word}" for (unit, word), count in inside.items() if word != "no"}
 
 
-def _kept_ops(block: nn.Module, what: str) -> list[Any]:
+def _kept_ops(what: str) -> list[Any]:
     names = [*_ATTENTION_OPS, *(_PRODUCT_OPS if what == "selective" else [])]
     found = [getattr(getattr(torch.ops, space), op, None) for space, op in (name.split(".") for name in names)]
-    kept = [getattr(op, "default", op) for op in found if op is not None]
-    if any(getattr(module, "has_bias", False) is True for module in block.modules()):
-        # transformers adds expert biases (GPT-OSS) to these results in place, so that copies would be kept
-        kept = [op for op in kept if op is not torch.ops.aten._grouped_mm.default]
-    return kept
+    return [getattr(op, "default", op) for op in found if op is not None]
 
 
 def _in_training(block: nn.Module, forward: Callable[..., Any], changed: Callable[..., Any]) -> Callable[..., Any]:
@@ -130,7 +126,7 @@ def _in_training(block: nn.Module, forward: Callable[..., Any], changed: Callabl
 
 
 def _recomputed(block: nn.Module, forward: Callable[..., Any], what: str) -> Callable[..., Any]:
-    keep = _kept_ops(block, what)
+    keep = _kept_ops(what)
     attends = {getattr(getattr(m, "config", None), "_attn_implementation", None) for m in block.modules()} - {None}
     has_ops = not attends or bool(attends & {"sdpa", BY_SAMPLE})  # other backends do not use torch's operators
 

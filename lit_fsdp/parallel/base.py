@@ -327,14 +327,8 @@ class EngineStrategy(ForeignParts):
                 buffer.data = buffer.data.to(TORCH_DTYPES[chosen])
         shards, packed = self.mesh.size(self.mesh.ndim - 1), packed_weights(module)
         self.audit = {
-            **audit(plan, shards, recompute),
+            **audit(plan, config, (self.world_size // shards, shards), recompute),
             "num_params_on_this_rank": sum(local_part(p).numel() * packed.get(id(p), 1) for p in module.parameters()),
-            "engine": config.engine,
-            "sharding": config.sharding,
-            "replicate_degree": self.world_size // shards,
-            "context_parallel": config.context_config.degree,
-            "expert_parallel": config.expert_parallel,
-            "replaced": config.replaced,
         }
         different = units_already_wrapped(module).keys() ^ plan.modules.keys()
         if config.is_sharded and different:

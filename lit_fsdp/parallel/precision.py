@@ -66,7 +66,9 @@ def check_device(config: StrategyConfig, device_type: str, path: str) -> None:
         found = importlib.util.find_spec("torchao") is not None
         require(found, f"{path}.precision", "fp8 without torchao", "fp8 after pip install 'lit-fsdp[fp8]'")
         fits = not on_cpu and torch.cuda.get_device_capability() >= _FP8_CAPABILITY
-        require(fits, f"{path}.precision", "fp8 on this device", "an NVIDIA Hopper GPU or newer, or mixed")
+        require(
+            fits, f"{path}.precision", "fp8 on this device", "a newer NVIDIA GPU (compute capability 8.9), or mixed"
+        )
 
 
 def cast_parameters(model: nn.Module, config: StrategyConfig) -> DtypeName | None:

@@ -108,8 +108,11 @@ def plan_units(
     return plan
 
 
-def audit(plan: UnitPlan, shard_degree: int, recompute: Mapping[str, str]) -> dict[str, Any]:
-    """Convert the plan to plain data for ``audit.json`` and the table: one row per unit and the totals."""
+def audit(plan: UnitPlan, config: StrategyConfig, degrees: tuple[int, int], recompute: Mapping[str, str]) -> Any:
+    """Convert the plan to plain data for ``audit.json`` and the table: one row per unit, the totals and the mesh.
+
+    The pair ``degrees`` has the number of copies of the model and the ranks that share one.
+    """
     total = max(1, plan.num_params)
     rows = []
     for unit in plan.units:
@@ -123,8 +126,14 @@ def audit(plan: UnitPlan, shard_degree: int, recompute: Mapping[str, str]) -> di
         "num_units": len(rows),
         "root_share": plan.units[-1].num_params / total,
         "kept_together_by_tied_weights": list(plan.kept_together),
-        "shard_degree": shard_degree,
+        "shard_degree": degrees[1],
         "units": rows,
+        "engine": config.engine,
+        "sharding": config.sharding,
+        "replicate_degree": degrees[0],
+        "context_parallel": config.context_config.degree,
+        "expert_parallel": config.expert_parallel,
+        "replaced": config.replaced,
     }
 
 

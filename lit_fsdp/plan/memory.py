@@ -16,7 +16,7 @@ from lit_fsdp.config.model import ModelConfig, PreferenceModelConfig
 from lit_fsdp.config.run import STRATEGY, RunConfig
 from lit_fsdp.config.strategy import StrategyConfig, mesh_shape
 from lit_fsdp.errors import ConfigError
-from lit_fsdp.metrics.flops import flop_formula
+from lit_fsdp.metrics.flops import experts_per_token, flop_formula
 from lit_fsdp.metrics.hardware import Gpu
 from lit_fsdp.models.build import build_trainable
 from lit_fsdp.models.expert_parallel import share_sent
@@ -304,7 +304,11 @@ def expert_bytes(run: RunConfig) -> dict[str, float] | None:
     """
     given = run.strategy.expert_parallel
     degree = given if given > 1 else expert_degree(run)
-    if degree == 1 or run.strategy.engine != "fsdp2" or not _experts_per_token(_planned(run)[0].model):
+    if (
+        degree == 1
+        or run.strategy.engine != "fsdp2"
+        or not experts_per_token(_planned(run)[0].model.config.get_text_config())
+    ):
         return None
     rows = run.data.global_batch_size or DEFAULT_BATCH
     forwards = rows // (run.data.micro_batch_size * run.data_ranks)
@@ -316,13 +320,6 @@ def expert_bytes(run: RunConfig) -> dict[str, float] | None:
         rank_bytes, _, traveling = _sent(other, forwards, reductions, tokens, experts_only=True)
         sent[name] = rank_bytes + traveling
     return {"degree": degree, **sent}
-
-
-def _experts_per_token(model: Any) -> int:
-    """Return the number of experts per token; 0 if the configuration does not define it."""
-    config = model.config.get_text_config()
-    names = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k")
-    return next((number for name in names if isinstance(number := getattr(config, name, None), int)), 0)
 
 
 def _sent(
@@ -353,7 +350,7 @@ def _sent(
         return rank_bytes, node_bytes, 0.0
     config = model.config.get_text_config()
     passes = 2 + (strategy.activation_config.mode in ("full", "every_n", "memory_budget"))
-    active = _experts_per_token(model)
+    active = experts_per_token(config)
     shares = sum(share_sent(module.num_experts, degree, active) for module in grouped_experts(model).values())
     rows = tokens * (degree - 1) * shares
     return rank_bytes, node_bytes, passes * 2 * rows * config.hidden_size * size

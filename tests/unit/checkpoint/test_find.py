@@ -10,7 +10,7 @@ import pytest
 
 from lit_fsdp.checkpoint import run_folder
 from lit_fsdp.checkpoint.manifest import record_metrics
-from lit_fsdp.checkpoint.run_folder import Found, checkpoints, choose, remove, step_folder
+from lit_fsdp.checkpoint.run_folder import Found, checkpoints, choose, named_checkpoint, remove, step_folder
 from lit_fsdp.config.run import CheckpointConfig
 from lit_fsdp.errors import CheckpointError, ConfigError
 from tests.unit.checkpoint.conftest import make
@@ -43,6 +43,10 @@ def test_last_best_and_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     for word, fix in (("lst", "last"), ("bets", "best"), ("latest", "last")):
         with pytest.raises(ConfigError, match=f"write --ckpt_path {fix}"):
             pick(tmp_path, word)
+    for text in ("", "checkpoint: {monitor: loss, key_of_a_later_version: 1}", "checkpoint: {monitor: loss}"):
+        (tmp_path / "recipe.yaml").write_text(text)
+        word = "best" if text.endswith("loss}") else "last"
+        assert named_checkpoint(tmp_path / word) == step_folder(tmp_path, 3 if word == "best" else 4)
     with pytest.raises(CheckpointError, match=r"ckpt_path last: no complete checkpoint in .*gone/checkpoints"):
         pick(tmp_path / "gone", "last")
 

@@ -115,7 +115,7 @@ def test_what_is_no_source_or_ties_what_differs(run: Run, tmp_path: Path) -> Non
     assert "step 1, " in run(shards)
     (shards / "__0_0.distcp").write_bytes((shards / "__0_0.distcp").read_bytes()[:-100])
     for source, text in (
-        (tmp_path / "gone", "not a checkpoint of Lightning, Accelerate or the Trainer: empty"),
+        (tmp_path / "gone", "gone does not exist"),
         (empty, "not a checkpoint of Lightning, Accelerate or the Trainer: empty"),
         (cut, "damaged"),
         (garbage, "not a readable safetensors file"),

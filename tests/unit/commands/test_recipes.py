@@ -68,6 +68,8 @@ def test_cp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     with pytest.raises(ConfigError, match="which exists"):
         run(["recipes", "cp", "debug/smoke"])
     assert Path("smoke.yaml").read_text() == "mine"
+    with pytest.raises(ConfigError, match=r"got smoke\.yaml \(File exists\)"):
+        run(["recipes", "cp", "debug/smoke", "smoke.yaml/copy.yaml"])
 
 
 def test_a_run_takes_recipes_and_fragments_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 
+from lit_fsdp.commands.doctor import _wanted
+from lit_fsdp.commands.slurm import checkpoint_bytes
+from lit_fsdp.config.parser import load_recipe
 from lit_fsdp.launch import doctor
 from lit_fsdp.launch.doctor import Row, Wanted
 
@@ -36,6 +39,15 @@ def test_versions_are_held_against_the_floors_of_the_package(monkeypatch: pytest
     rows = doctor.judge_versions()
     assert grades(rows) == {"Python": "ok", "torch": "ok", "lightning": "fail", "rich": "ok", "datasets": "fail"}
     assert [row.fix for row in rows if row.name == "datasets"] == ['python -m pip install "datasets>=4.0"']
+
+
+def test_a_checkpoint_of_adapters_is_without_the_base() -> None:
+    words = ["--config", "recipes/llama3.1-70b_lora_fsdp2_8x80gb.yaml"]
+    recipe = load_recipe(words, "doctor")
+    wanted = _wanted(recipe, None, can_measure=True)
+    assert wanted.checkpoint_bytes == checkpoint_bytes(recipe.run)
+    assert wanted.checkpoint_bytes < 2**30 * 4 < 70e9 * 2  # the base in bf16
+    assert (wanted.devices, wanted.num_checkpoints) == (8, 4)
 
 
 def test_devices_are_held_against_the_recipe() -> None:

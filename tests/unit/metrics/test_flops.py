@@ -106,6 +106,10 @@ def test_what_cannot_be_counted_is_said_and_ends_no_run() -> None:
     model.config.layer_types, model.config.num_hidden_layers = None, 5
     with pytest.raises(ValueError, match="list of 5 blocks"):
         flop_formula(model)
+    mixture = build("mixtral", "meta")
+    mixture.config.num_experts_per_tok = 0
+    with pytest.raises(ValueError, match="one number of experts per token"):
+        flop_formula(mixture)
     if "gemma4_text" not in CONFIG_MAPPING:  # of later releases
         return
     # the width of a head of Gemma 4 differs by layer, and its config refuses to name one

@@ -146,7 +146,7 @@ def test_a_smaller_budget_saves_less(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "gemma3n_text", "falcon"])
-def test_what_is_added_to_in_place_is_not_kept(family: str):
+def test_gradients_are_right_where_the_model_adds_in_place(family: str):
     """GPT-OSS adds biases to products of experts, Gemma 3n its input to one of batches, Falcon attention to another."""
     model = AutoModelForCausalLM.from_config(tiny(family)).train()
     blocks = [module for module in model.modules() if type(module).__name__ in model._no_split_modules]
