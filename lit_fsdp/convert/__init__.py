@@ -62,6 +62,8 @@ def convert_file(kind: str, path: Path, ranks: int | None = None, num_nodes: int
     conversion.to_give += [f"Set {', '.join(missing)}: missing in the input."] if missing else []
     conversion.to_give += [f"Check the values that replace auto in {', '.join(autos)}."] if autos else []
     _check(conversion)
+    places = {str(key): place for place, key in enumerate(values)}
+    conversion.fates.sort(key=lambda fate: places.get(fate.key.partition(".")[0], len(places)))
     return conversion
 
 

@@ -24,6 +24,8 @@ def convert(kind: str, given: dict[str, Any], ranks: int | None = None, num_node
         paths = [f"{key}.{inner}" for inner in value] if isinstance(value, dict) and value else [key]
         for path in paths:
             assert any(one in (path, key) or one.startswith(f"{path}.") for one in said), (path, said)
+    order = [list(given).index(key) for fate in found.fates if (key := fate.key.partition(".")[0]) in given]
+    assert order == sorted(order)  # reports follow the file
     return found
 
 
