@@ -21,7 +21,7 @@ from lit_fsdp.config.sections import build, refuse_positional, takes_fields
 from lit_fsdp.config.strategy import StrategyConfig
 from lit_fsdp.data.batches import BatchLoader, SampleBatches
 from lit_fsdp.data.encode import RowEncoder
-from lit_fsdp.data.order import GlobalOrder, micro_batches, num_micro_batches
+from lit_fsdp.data.order import GlobalOrder, Start, micro_batches, num_micro_batches
 from lit_fsdp.data.packing import Samples, describe_data
 from lit_fsdp.data.prompts import Prompt, read_prompts
 from lit_fsdp.data.sources import pinned
@@ -59,6 +59,8 @@ class CausalLMDataModule(LightningDataModule):
         self._stream: StreamLoader | None = None
         self._streams_train = False
         self._position: dict[str, Any] | None = None
+        self._before: tuple[GlobalOrder, Start] | None = None
+        self._start = Start()
 
     def _init_bases(self) -> None:
         # Not in __init__: save_hyperparameters() of a base class after this one would look up every argument of the
@@ -136,7 +138,8 @@ class CausalLMDataModule(LightningDataModule):
         self.prepare(STAGES[stage])
         if stage != "fit" or self.trainer is None:
             return
-        self._stream = self._position = None
+        self._stream = self._position = self._before = None
+        self._start = Start()
         trainer: Any = self.trainer
         callbacks: Any = getattr(trainer, "callbacks", ())
         is_proved = any(getattr(callback, "proves_isolation", False) for callback in callbacks)
@@ -169,21 +172,24 @@ class CausalLMDataModule(LightningDataModule):
         (ranks, rank), micro = data_ranks(trainer), config.micro_batch_size
 
         def indices() -> Iterator[list[int]]:
-            epoch, first = divmod(int(trainer.global_step), order.batches_per_epoch)
+            step = int(trainer.global_step)
+            epoch, items = order.position(step, self._started(step))
             while True:
                 permutation = order.permutation(epoch)
-                for index in range(first, order.batches_per_epoch):
-                    yield from micro_batches(order.global_batch(permutation, index), micro, ranks, rank)
-                epoch, first = epoch + 1, 0
+                while items < order.num_rows:
+                    batch = order.global_batch(permutation, items)
+                    yield from micro_batches(batch, micro, ranks, rank)
+                    items += len(batch)
+                epoch, items = epoch + 1, 0
 
         return self._loader("train", indices, num_micro_batches(order, micro, ranks))
 
     def rows_of_step(self, step: int) -> list[tuple[np.ndarray, np.ndarray]]:
         """Return token ids and mask of every row, including rows in packs, of optimizer step ``step`` (from 0)."""
         order, samples = self._order(), self._split("train")
-        epoch, index = divmod(step, order.batches_per_epoch)
-        items = order.global_batch(order.permutation(epoch), index)
-        return [samples.rows.row(int(row)) for item in items for row in samples.members(int(item))]
+        epoch, items = order.position(step, self._start)
+        batch = order.global_batch(order.permutation(epoch), items)
+        return [samples.rows.row(int(row)) for item in batch for row in samples.members(int(item))]
 
     def position_at(self, step: int) -> tuple[int, int, int]:
         """Return where step ``step`` (>= 1) ends: epoch (from 0), and its finished and total micro-batches."""
@@ -199,27 +205,61 @@ class CausalLMDataModule(LightningDataModule):
         """Return what the global order depends on; the position is the Trainer's step, or that of a stream."""
         if self._stream is not None:
             return self._stream.record(int(self._trainer().global_step))
-        return self._order().record() if "train" in self._samples else {}
+        return {**self._order().record(), "start": dataclasses.asdict(self._start)} if "train" in self._samples else {}
 
     def checkpoint_manifest(self, step: int) -> dict[str, Any]:
         """Return the data position after optimizer step ``step``, which with the order determines all later batches."""
         if self._stream is not None:
             return {"data": self._stream.record(step)}
         order = self._order()
-        epoch, done = divmod(step, order.batches_per_epoch)
+        epoch, items = order.position(step, self._start)
+        done = items // order.global_batch_size
         return {"data": {**order.record(), "epoch": epoch, "global_batches_done_in_epoch": done}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Log a warning if global batches change; DataError for a stream whose position becomes invalid."""
+        """Note the order of the checkpoint and log changes; DataError for a stream whose position becomes invalid."""
         self._position = state_dict.get("position")
-        now = self._streamed().stream.record() if self._streams_train else self.state_dict()
+        if not self._streams_train and "train" not in self._samples:  # an evaluation
+            return
+        now = self._streamed().stream.record() if self._streams_train else self._order().record()
         then = {name: state_dict.get(name, now[name]) for name in now}
         other = ", ".join(f"{name} {then[name]} → {now[name]}" for name in now if then[name] != now[name])
         if self._streams_train and self._position and then["fingerprint"] != now["fingerprint"]:
             fix = "resume with the same files, or the same revision of each source"
             raise DataError(f"data.train: the stream differs from that of the checkpoint: {other}\n  fix:     {fix}")
+        if not self._streams_train:
+            order: dict[str, Any] = {
+                name: tuple(value) if isinstance(value, list) else value for name, value in then.items()
+            }
+            self._before = GlobalOrder(**order), Start(**state_dict.get("start", {}))
         if other and is_first_process():
-            _log.warning("global batches differ from those of the checkpoint and are not continued: %s", other)
+            _log.warning("global batches differ from those of the checkpoint: %s", other)
+
+    def resume_at(self, step: int) -> tuple[int, int] | None:
+        """Return the consumed and the total micro-batches of the epoch, if a resume changes the global batches."""
+        before, start = self._before, self._started(step)
+        if before is None or before[0] == (now := self._order()):
+            return None
+        ranks = data_ranks(self._trainer())[0]
+        total, rest = (num_micro_batches(now, self.config.micro_batch_size, ranks, n) for n in (0, start.items))
+        return total if start.epoch > before[0].position(step, before[1])[0] else total - rest, total
+
+    @property
+    def extra_steps(self) -> int:
+        """Steps of the run in addition to those of whole epochs, after a resume with other global batches."""
+        start = self._start
+        if start == Start():
+            return 0
+        order = self._order()
+        return start.step - start.epoch * order.batches_per_epoch - start.items // order.global_batch_size
+
+    def _started(self, step: int) -> Start:
+        """Return the start of the order in this run, which begins at ``step``."""
+        before, self._before = self._before, None
+        if before is not None:
+            now = self._order()
+            self._start = before[1] if before[0] == now else now.continued(*before, step)
+        return self._start
 
     def val_dataloader(self) -> BatchLoader | list[Any]:
         """Return every validation row once, in file order; empty if the recipe has no validation rows."""

@@ -97,6 +97,7 @@ class CausalLMModule(LightningModule):
         self._base: dict[str, Any] | None = None
         self._decayed: set[str] = set()
         self._hidden: set[str] = set()
+        self._num_steps = 0
         self._configured: tuple[LambdaLR, list[dict[str, Any]]] | None = None
         self.stop_votes = [0.0, 0.0]
         # summed over all ranks: STEP_COUNTS, then votes to stop (interrupted, terminated)
@@ -194,6 +195,7 @@ class CausalLMModule(LightningModule):
         self._window = None
         if self.trainer.ckpt_path and self._configured is not None:
             scheduler, configured = self._configured
+            self._num_steps = self._total_steps(self.config.optim)
             scheduler.base_lrs = [options["initial_lr"] for options in configured]
             live = scheduler.optimizer.param_groups
             before = live[0]["lr"]
@@ -276,7 +278,8 @@ class CausalLMModule(LightningModule):
                 "the learning rate never reaches model.optim.lr: model.optim.warmup_steps is %d, the run has %d steps"
             )
             _log.warning(text, optim.warmup_steps, total)
-        scheduler = LambdaLR(optimizer, lambda step: schedule_factor(optim, step, total))
+        self._num_steps = total
+        scheduler = LambdaLR(optimizer, lambda step: schedule_factor(optim, step, self._num_steps))
         options = [{name: value for name, value in g.items() if name != "params"} for g in optimizer.param_groups]
         self._configured = scheduler, options
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
@@ -295,7 +298,8 @@ class CausalLMModule(LightningModule):
             return max(1, trainer.max_steps)
         limits = [trainer.max_steps] if trainer.max_steps > 0 else []
         if trainer.max_epochs is not None and trainer.max_epochs > 0:
-            limits.append(int(trainer.estimated_stepping_batches))  # -1: a stream, limited by time only
+            extra = getattr(getattr(trainer, "datamodule", None), "extra_steps", 0)
+            limits.append(int(trainer.estimated_stepping_batches) + extra)  # -1: a stream, limited by time only
         user = "warmup_ratio needs" if optim.warmup_ratio else f"schedule {optim.schedule} needs to decay"
         allowed = f"max_steps or max_epochs, which {user}"
         require(limits and min(limits) >= 0, "trainer.max_steps", "no end of training", allowed)

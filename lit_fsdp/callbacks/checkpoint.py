@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 
+from lit_fsdp.callbacks.throughput import end_of
 from lit_fsdp.checkpoint import disk_space, run_folder
 from lit_fsdp.checkpoint.importing import IMPORTED
 from lit_fsdp.checkpoint.manifest import record_metrics
@@ -100,7 +101,7 @@ class Checkpoint(ModelCheckpoint):
             model = trainer.strategy.lightning_module_state_dict()  # collective under FSDP1
             params = [(clean_name(name), param) for name, param in pl_module.named_parameters()]
             self._checkpoint_bytes = disk_space.checkpoint_bytes(model, params, trainer.optimizers)
-            estimate = trainer.estimated_stepping_batches
+            estimate = end_of(trainer)
             steps = int(estimate) if 0 < estimate < math.inf else None
             if steps is None or trainer.global_step < steps:
                 count = disk_space.peak_count(self.config, steps, trainer.enable_validation)
@@ -196,7 +197,7 @@ class Checkpoint(ModelCheckpoint):
         if checkpoint.get(IMPORTED):
             _fill_in_loops(trainer, checkpoint)
         saved = checkpoint.get(_ACCUMULATION), checkpoint.get(_DATA_RANKS)
-        self._schedule = _count_in_micro_batches_of(trainer, checkpoint["loops"]["fit_loop"], *saved)
+        self._schedule = _count_in_micro_batches_of(trainer, checkpoint, *saved)
 
     def state_dict(self) -> dict[str, Any]:
         """Return nothing: the state is read from the run folder."""
@@ -274,17 +275,19 @@ def _data_ranks(trainer: Trainer) -> int:
 
 
 def _count_in_micro_batches_of(
-    trainer: Trainer, loop: dict[str, Any], saved: int | None, data_ranks: int | None
+    trainer: Trainer, checkpoint: dict[str, Any], saved: int | None, data_ranks: int | None
 ) -> GradientAccumulationScheduler | None:
-    """Adapt the saved counters of a fit loop to the run of ``trainer``, in place.
+    """Adapt the counters of the fit loop in a checkpoint to the run of ``trainer``, in place.
 
     The argument ``saved`` has the micro-batches per step, ``data_ranks`` the ranks with rows of their own, both when
-    the checkpoint was saved, if known. Four things are fixed. After the end of an epoch Lightning continues counting
+    the checkpoint was saved, if known. Five things are fixed. After the end of an epoch Lightning continues counting
     from its last micro-batch and would step too early if the last accumulation was short. After a save during a
     validation inside an accumulation, the data repeat that global batch. Another number of ranks changes the
-    accumulation of our data module and, with Lightning's sampler, the number of batches in an epoch. Returns the
-    callback that sets the accumulation of each epoch.
+    accumulation of our data module and, with Lightning's sampler, the number of batches in an epoch. With other global
+    batches, our data module continues after the same rows. Returns the callback that sets the accumulation of each
+    epoch.
     """
+    loop = checkpoint["loops"]["fit_loop"]
     batches, epochs = loop["epoch_loop.batch_progress"], loop["epoch_progress"]
     current = batches["current"]
     if batches["is_last_batch"] and all(c["completed"] == c["ready"] for c in (current, epochs["current"])):
@@ -307,11 +310,15 @@ def _count_in_micro_batches_of(
         text = "resumed on %d data ranks instead of %d: the position of a custom sampler in the epoch may differ"
         _log.warning(text, ranks, data_ranks)
         is_divided = False
+    resumed = trainer.datamodule.resume_at(checkpoint["global_step"]) if is_ours else None  # type: ignore[attr-defined]
     for counters in (batches["total"], current):
         ready = counters["ready"] - taken
         if is_divided:
             ready *= data_ranks or 1
             ready = -(-ready // ranks) if batches["is_last_batch"] else ready // ranks
+        elif resumed is not None and counters is current:
+            batches["is_last_batch"] |= resumed[0] == resumed[1]  # none of fewer rows remain
+            ready = resumed[batches["is_last_batch"]]
         elif before != now:
             ready = -(-ready // before) * now
         counters.update({name: ready - (counters["ready"] - count) for name, count in counters.items()})

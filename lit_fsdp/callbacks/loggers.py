@@ -27,6 +27,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
 from lit_fsdp.callbacks.records import write_json
+from lit_fsdp.callbacks.throughput import end_of
 from lit_fsdp.config.command_line import RUN_FOLDER
 from lit_fsdp.errors import ConfigError, require
 from lit_fsdp.host import cache_root
@@ -119,7 +120,7 @@ class RunCSVLogger(Logger, Callback):
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *batch: Any) -> None:
         """Write the row of the first and the last step, which Lightning may skip."""
         step, is_logged = trainer.global_step, trainer._logger_connector.should_update_logs
-        if not is_logged and step != self._seen_step and step in (1, trainer.estimated_stepping_batches):
+        if not is_logged and step != self._seen_step and step in (1, end_of(trainer)):
             self._log_now(trainer)
         self._seen_step = step
 

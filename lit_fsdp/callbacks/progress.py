@@ -145,7 +145,8 @@ def _last_step(trainer: Trainer) -> int | None:
         return int(steps)
     every, length = trainer.accumulate_grad_batches, int(trainer.num_training_batches)
     epochs, batches = loop.epoch_progress.current, loop.epoch_loop.batch_progress.current
-    done = 0 if epochs.processed == epochs.ready else math.ceil(min(length, batches.ready) / every)
+    is_over = batches.ready >= length
+    done = 0 if epochs.processed == epochs.ready else math.ceil(length / every) if is_over else batches.ready // every
     last = trainer.global_step + (loop.max_epochs - trainer.current_epoch) * math.ceil(length / every) - done
     return last if trainer.max_steps < 0 else min(last, trainer.max_steps)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Mapping
@@ -17,6 +18,13 @@ from lit_fsdp.metrics.step_metrics import step_counts
 from lit_fsdp.parallel.activation import recomputes
 from lit_fsdp.parallel.base import EngineStrategy
 from lit_fsdp.parallel.units import clean_name
+
+
+def end_of(trainer: Trainer) -> float:
+    """The step at which the Trainer's limits end a run; -1 or infinite if they do not."""
+    extra = getattr(getattr(trainer, "datamodule", None), "extra_steps", 0)
+    limit = trainer.max_steps if trainer.max_steps > 0 else math.inf
+    return min(trainer.estimated_stepping_batches + extra, limit)
 
 
 class Throughput(Callback):
@@ -80,7 +88,7 @@ class Throughput(Callback):
         if is_step and totals is not None and self._is_warm:
             self._steps += 1
             self._sum = totals if self._sum is None else self._sum + totals
-            is_last = trainer.global_step == trainer.estimated_stepping_batches
+            is_last = trainer.global_step == end_of(trainer)
             if is_last or trainer.global_step % max(1, trainer.log_every_n_steps) == 0:  # type: ignore[attr-defined]
                 counts = step_counts(self._sum.tolist())  # waits for the device
         now = time.perf_counter()

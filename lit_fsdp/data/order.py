@@ -1,19 +1,29 @@
 """Items of global batch g: a pure function of (data, seed, epoch, g), never of the number of ranks.
 
-An item is a row, or a pack of rows. The data position of a run is one integer: the number of consumed global batches.
+An item is a row, or a pack of rows. The data position of a run is its step; a resume with another order, for example
+with another global batch size, adds the items that were consumed before.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 
 FILLER = -1
 """Id of an unsupervised item, for a rank that is short of items."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """The items at which an order begins to apply: before a step, so many items of an epoch are consumed."""
+
+    step: int = 0
+    epoch: int = 0
+    items: int = 0
 
 
 @dataclass(frozen=True)
@@ -50,9 +60,32 @@ class GlobalOrder:
             return self._mix(epoch)
         return self._generator(epoch).permutation(self.num_rows) if self.shuffle else np.arange(self.num_rows)
 
-    def global_batch(self, permutation: np.ndarray, index: int) -> np.ndarray:
-        """Return the item ids of one global batch of the permuted epoch; the last may be short."""
-        return permutation[index * self.global_batch_size : (index + 1) * self.global_batch_size]
+    def position(self, step: int, start: Start) -> tuple[int, int]:
+        """Return the epoch and its number of consumed items before optimizer step ``step`` of a run with ``start``."""
+        if step == start.step:
+            return start.epoch, start.items
+        batches = start.epoch * self.batches_per_epoch + start.items // self.global_batch_size + step - start.step
+        epoch, index = divmod(batches, self.batches_per_epoch)
+        return epoch, index * self.global_batch_size
+
+    def global_batch(self, permutation: np.ndarray, items: int) -> np.ndarray:
+        """Return the ids of the global batch after ``items`` consumed items of the permuted epoch; the last is short.
+
+        Batches end at multiples of the global batch size, so the first after a :class:`Start` may be short, too.
+        """
+        end = (items // self.global_batch_size + 1) * self.global_batch_size
+        return permutation[items:end]
+
+    def continued(self, before: GlobalOrder, start: Start, step: int) -> Start:
+        """Return where step ``step`` of a run with another order continues in this one.
+
+        Of the same items, those that remain in the epoch follow, whatever the global batch size; of other items, those
+        after as many global batches of the epoch.
+        """
+        epoch, items = before.position(step, start)
+        if replace(before, global_batch_size=self.global_batch_size) != self:
+            items = items // before.global_batch_size * self.global_batch_size
+        return Start(step, epoch, items) if items < self.num_rows else Start(step, epoch + 1, 0)
 
     def _mix(self, epoch: int) -> np.ndarray:
         shares = apportion(self.num_rows, self.weights)
@@ -111,8 +144,9 @@ def micro_batches(rows: np.ndarray, micro_batch_size: int, ranks: int, rank: int
     return [rows[start : start + micro_batch_size].tolist() or [FILLER] for start in starts]
 
 
-def num_micro_batches(order: GlobalOrder, micro_batch_size: int, ranks: int) -> int:
-    """Return the number of micro-batches per rank and epoch."""
-    per_step = micro_batch_size * ranks
-    whole, rest = divmod(order.num_rows, order.global_batch_size)
-    return whole * -(-order.global_batch_size // per_step) + -(-rest // per_step)
+def num_micro_batches(order: GlobalOrder, micro_batch_size: int, ranks: int, items: int = 0) -> int:
+    """Return the number of micro-batches per rank in an epoch, or in its rest after ``items`` consumed items."""
+    size, per_step = order.global_batch_size, micro_batch_size * ranks
+    first = min(size - items % size, order.num_rows - items)
+    whole, last = divmod(order.num_rows - items - first, size)
+    return -(-first // per_step) + whole * -(-size // per_step) + -(-last // per_step)

@@ -28,7 +28,13 @@ class Run:
         monkeypatch.setattr(throughput, "peak_reserved_bytes", lambda device: None)
         self.logged: list[dict[str, float]] = []
         strategy = SimpleNamespace(root_device=torch.device("cpu"))
-        plan = {"global_step": 0, "log_every_n_steps": 1, "is_global_zero": True, "estimated_stepping_batches": -1}
+        plan = {
+            "global_step": 0,
+            "log_every_n_steps": 1,
+            "is_global_zero": True,
+            "max_steps": -1,
+            "estimated_stepping_batches": -1,
+        }
         self.trainer: Any = SimpleNamespace(strategy=strategy, **plan)
         self.module: Any = SimpleNamespace(log_dict=self.logged.append)
         self.callback = Throughput()

@@ -13,6 +13,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 import lit_fsdp
+from lit_fsdp.callbacks.checkpoint import _count_in_micro_batches_of
 from lit_fsdp.config.data import SourceConfig
 from lit_fsdp.datamodule import CausalLMDataModule
 from lit_fsdp.errors import ConfigError, DataError
@@ -68,7 +69,8 @@ class _Recorder(LightningModule):
 
 def _trainer(**options: Any) -> Trainer:
     quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
-    return Trainer(accelerator="cpu", devices=1, max_epochs=-1, **dict.fromkeys(quiet, False), **options)
+    options = {"max_epochs": -1, **dict.fromkeys(quiet, False), **options}
+    return Trainer(accelerator="cpu", devices=1, **options)
 
 
 class _SaveAt(Callback):
@@ -102,12 +104,69 @@ def test_in_somebodys_own_trainer(tokenizer: Any):
     assert (trainer.accumulate_grad_batches, trainer.current_epoch) == (2, 2)
 
 
+class _Counts(Callback):
+    """Saves and adapts counters as the callback of our strategy does."""
+
+    def on_save_checkpoint(self, trainer: Trainer, module: Any, checkpoint: dict[str, Any]) -> None:
+        checkpoint["accumulate"] = trainer.accumulate_grad_batches
+
+    def on_load_checkpoint(self, trainer: Trainer, module: Any, checkpoint: dict[str, Any]) -> None:
+        _count_in_micro_batches_of(trainer, checkpoint, checkpoint["accumulate"], 1)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [(16, 8, 3), (32, 8, None)],  # 48 of 100 rows are done; the first batch of 32 has the 16 that end the second
+        [(16, 16, 5), (8, 8, None)],
+        [(16, 4, 2), (24, 12, 5), (10, 2, 9), (16, 16, None)],  # again and again
+        [(16, 16, 7), (8, 8, None)],  # at the end of the first epoch
+        [(32, 8, 4), (16, 8, 5), (50, 25, None)],
+        [(7, 7, 1), (100, 50, 2), (3, 3, None)],
+    ],
+)
+def test_a_resume_with_another_global_batch_continues_after_the_same_rows(
+    tokenizer: Any, tmp_path: Path, parts: list[Any], caplog: pytest.LogCaptureFixture
+):
+    """Each of 100 rows once in each of two epochs, however often the size changes; the last step is as predicted."""
+    path, rows = None, []
+    for number, (size, micro, last) in enumerate(parts):
+        save = _SaveAt(last, tmp_path / f"{number}.ckpt")
+        module, data = (
+            _Recorder(tokenizer),
+            CausalLMDataModule(train="generated:100", global_batch_size=size, micro_batch_size=micro, seed=3),
+        )
+        trainer = _trainer(max_steps=last or -1, max_epochs=2, callbacks=[save, _Counts()])
+        trainer.fit(module, data, ckpt_path=path, weights_only=True)
+        path = save.path
+        rows += [row for _, part in module.seen for row in part if row >= 0]
+        by_step = [sum(len(part) for step, part in module.seen if step == n) for n in {step for step, _ in module.seen}]
+        assert max(by_step) <= size
+    assert sorted(rows[:100]) == sorted(rows[100:]) == list(range(100))
+    assert rows[:100] == data._order().permutation(0).tolist()
+    assert trainer.global_step == trainer.estimated_stepping_batches + data.extra_steps
+    assert f"global_batch_size {parts[-2][0]} → {parts[-1][0]}" in caplog.text
+
+
+def test_a_resume_with_other_rows_ends_its_epochs(tokenizer: Any, tmp_path: Path):
+    """Of more rows, those after as many batches; of fewer than are done, those of the next epoch."""
+    for num_rows, last in ((60, 24), (20, 9)):
+        save = _SaveAt(5, tmp_path / f"{num_rows}.ckpt")
+        given: Any = {"callbacks": [save, _Counts()], "max_steps": 5}
+        for rows in (40, num_rows):
+            module, trainer = _Recorder(tokenizer), _trainer(max_epochs=2, **given)
+            data = CausalLMDataModule(train=f"generated:{rows}", global_batch_size=5, micro_batch_size=5, seed=3)
+            trainer.fit(module, data, ckpt_path=save.path if rows == num_rows else None, weights_only=True)
+            given = {"callbacks": [_Counts()]}
+        assert trainer.global_step == trainer.estimated_stepping_batches + data.extra_steps == last
+
+
 def test_resumed_on_other_data_is_told(tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture):
     _fit(tokenizer, 2, save=_SaveAt(2, tmp_path / "cut.ckpt"))
     _fit(tokenizer, 3, tmp_path / "cut.ckpt")
     assert "global batches differ" not in caplog.text
     _fit(tokenizer, 3, tmp_path / "cut.ckpt", seed=4, train="generated:11")
-    assert "of the checkpoint and are not continued: num_rows 10 → 11, fingerprint " in caplog.text
+    assert "global batches differ from those of the checkpoint: num_rows 10 → 11, fingerprint " in caplog.text
     assert "seed 3 → 4" in caplog.text
 
 

@@ -17,7 +17,7 @@ def test_any_sizes():
         micro, ranks, accumulate = draw.randint(1, 5), draw.randint(1, 9), draw.randint(1, 4)
         order = GlobalOrder(draw.randint(1, 400), micro * ranks * accumulate, f"data {seed}", seed, bool(seed % 2))
         permutation = order.permutation(draw.randint(0, 5))
-        batches = [order.global_batch(permutation, g) for g in range(order.batches_per_epoch)]
+        batches = [order.global_batch(permutation, g) for g in range(0, order.num_rows, order.global_batch_size)]
         epoch = [[micro_batches(rows, micro, ranks, rank) for rank in range(ranks)] for rows in batches]
         taken = [row for batch in epoch for rank in batch for step in rank for row in step if row != FILLER]
         assert sorted(taken) == list(range(order.num_rows))
