@@ -145,7 +145,8 @@ class IsolationProof(Callback):
             found = gathered(measure_isolation(states, batch["input_ids"], shares))
             if strategy.context is not None:
                 one = proof_batch(batch["input_ids"].flatten()[:64].repeat(64)[:64][None])
-                together, alone = states(one).double(), states(one, True).double()
+                row = {"input_ids": one["input_ids"], "attention_mask": torch.ones_like(one["input_ids"])}
+                together, alone = states(one).double(), states(row, True).double()
                 split = max(gathered(float((together - alone).norm() / alone.norm())))
         change, moved = max(one.change for one in found), max(one.moved for one in found)
         precision, config = strategy.config.precision_config, module.source.hf_config.get_text_config().to_dict()
@@ -162,7 +163,9 @@ class IsolationProof(Callback):
             given += f": the hidden states of a row change by {split:.1e} of their norm"
             raise ConfigError(f"{strategy.path}.context_parallel", given, "1")
         if moved > _MOVED[compute]:
-            raise _refusal(module, f"hidden states depend on the position in the pack, by {moved:.1e} of their norm")
+            raise _refusal(
+                module, f"hidden states depend on the position in the pack, or on packing, by {moved:.1e} of their norm"
+            )
         return {
             "model_type": module.source.hf_config.model_type,
             "attn_implementation": module.attn_implementation,
@@ -195,7 +198,7 @@ def _remembered_at(strategy: Any, module: Any, shares: bool) -> Path:
         device_name(device),
         *(["shared prompts"] if shares else []),
         *([strategy.context.degree, strategy.context.method] if strategy.context else []),
-        *(torch.__version__, transformers.__version__, lit_fsdp.__version__),
+        *("with rows", torch.__version__, transformers.__version__, lit_fsdp.__version__),
     ]
     return cache_root() / "isolation" / f"{hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]}.json"
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import nn
 from torch.nn import functional as F
 
 from lit_fsdp.config.strategy import ContextConfig
@@ -14,6 +17,8 @@ from lit_fsdp.models.attention import BY_SAMPLE
 from lit_fsdp.models.context import ContextGroup, mixes_by_attention
 from lit_fsdp.models.loss import ONE_ROW, balance_of, next_targets, owner_of_head
 from lit_fsdp.models.packing import model_inputs, one_row
+
+_BY_LONGEST = {"longrope", "dynamic"}
 
 
 class RowParts(ContextGroup):
@@ -56,6 +61,43 @@ class RowParts(ContextGroup):
         row = model_inputs(self.cut(batch), BY_SAMPLE)[ONE_ROW]
         taken_N, _ = row.pop("taken"), row.pop("num_tokens")
         return {**row, "targets": next_targets(batch).flatten()[taken_N].unsqueeze(0)}
+
+
+class _Longest:
+    """The largest position of a row, for rotary embeddings whose frequencies depend on it (LongRoPE, dynamic NTK)."""
+
+    def __init__(self, context: ContextGroup) -> None:
+        self.context = context
+        self.position: torch.Tensor | None = None  # of the current forward pass; None: it computes whole rows
+
+    def find(self, owner: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        self.position = None
+        if kwargs.get("context") is not None:
+            self.position = kwargs["position_ids"].max()
+            dist.all_reduce(self.position, dist.ReduceOp.MAX, group=self.context.group)
+
+    def add(self, rotary: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        if self.position is None:
+            return None
+        given = inspect.signature(rotary.forward).bind(*args, **kwargs)
+        ids_1N = given.arguments["position_ids"]
+        given.arguments["position_ids"] = torch.cat([ids_1N, self.position.view(1, 1)], dim=1)
+        return given.args, given.kwargs
+
+    def drop(self, rotary: nn.Module, args: Any, cos_and_sin: Any) -> Any:
+        return None if self.position is None else tuple(part[:, :-1] for part in cos_and_sin)
+
+
+def share_longest(model: nn.Module, context: ContextGroup) -> None:
+    """Compute rotary embeddings of parts of a row as those of the whole row; in place."""
+    for owner in model.modules():
+        for rotary in owner.children():
+            kinds = getattr(rotary, "rope_type", None)
+            if not _BY_LONGEST.isdisjoint(kinds.values() if isinstance(kinds, dict) else [kinds]):
+                longest = _Longest(context)
+                owner.register_forward_pre_hook(longest.find, with_kwargs=True)
+                rotary.register_forward_pre_hook(longest.add, with_kwargs=True)
+                rotary.register_forward_hook(longest.drop)
 
 
 def context_method(model: Any, config: ContextConfig, path: str) -> str:

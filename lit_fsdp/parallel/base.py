@@ -38,7 +38,7 @@ from lit_fsdp.errors import ConfigError, ContractError, require
 from lit_fsdp.host import FIRST, end_with_first, threads_of_rank
 from lit_fsdp.metrics.hardware import is_accelerator
 from lit_fsdp.models.attention import by_sample
-from lit_fsdp.models.parts import RowParts, context_method
+from lit_fsdp.models.parts import RowParts, context_method, share_longest
 from lit_fsdp.parallel.activation import prepare_blocks, recompute_by_unit, recomputes, resolve_gradient_checkpointing
 from lit_fsdp.parallel.alike import check_alike, kinds_of, options_of, tensors_of
 from lit_fsdp.parallel.debug import write_rank
@@ -300,6 +300,7 @@ class EngineStrategy(ForeignParts):
             self._layer_sync = None  # else Lightning would replace layers of the sharded model at the end
         if self.context is not None:
             self._check_context(module)  # configure_model may have created the model
+            share_longest(module, self.context)
         if self.expert_group is not None:
             self._check_experts(module)
             divide_experts(module, self.expert_group, self.mesh.size(self.mesh.ndim - 1))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, MixtralConfig
+from transformers import AutoConfig, LlamaConfig, MixtralConfig
 
 from lit_fsdp import load_weights
 from lit_fsdp.config.strategy import ContextConfig, StrategyConfig, mesh_shape
@@ -223,6 +223,27 @@ def test_what_does_not_fit_is_refused_before_a_process_starts(tiny_model: Path, 
         context_method(model, ContextConfig(degree=3, method="ulysses"), "context_parallel")
     assert context_method(model, ContextConfig(degree=3), "context_parallel") == "all_gather"
     assert context_method(model, ContextConfig(degree=2), "context_parallel") == "ulysses"
+
+
+@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+def test_frequencies_that_depend_on_the_length_are_those_of_the_whole_row(tmp_path: Path, kind: str) -> None:
+    """The rows are longer than the original length, the part of one rank is not."""
+    text = {**TINY.to_diff_dict(), "rope_parameters": {"rope_type": kind, "rope_theta": 10000.0}, "initializer_range": 0.2}
+    dims = text["hidden_size"] // text["num_attention_heads"] // 2
+    if kind == "longrope":
+        factors = {"short_factor": [1.0] * dims, "long_factor": [4.0] * dims, "original_max_position_embeddings": 10}
+        text["rope_parameters"] |= factors
+        text |= {"original_max_position_embeddings": 10, "max_position_embeddings": 64}
+    else:
+        text["rope_parameters"]["factor"] = 4.0
+        text["max_position_embeddings"] = 10
+    folder = tmp_path / "model"
+    save_tiny(folder, LlamaConfig(**text))
+    job: dict[str, Any] = {"folder": str(folder), "steps": 2, "optim": {"eps": 1e-4}}
+    (wanted,) = on_ranks("train", 1, strategy={"precision": "fp32"}, accumulate_grad_batches=12, **job)
+    strategy = {"precision": "fp32", "context_parallel": {"degree": 2, "method": "ulysses"}}
+    for found in on_ranks("train", 2, strategy=strategy, accumulate_grad_batches=12, **job):
+        assert found["losses"] == pytest.approx(wanted["losses"], rel=1e-6)
 
 
 def test_a_routers_loss_is_of_the_whole_row(tmp_path: Path) -> None:

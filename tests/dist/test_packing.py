@@ -71,7 +71,7 @@ def test_what_leaks_is_refused_on_all_ranks(tiny_model: Path, tmp_path: Path) ->
 
 
 def test_a_proof_is_remembered_by_model_attention_and_dtype(tiny_model: Path, tmp_path: Path) -> None:
-    """And its four forward passes of 64 tokens are no more than a step's."""
+    """And its five forward passes of 64 tokens are no more than a step's."""
     lora, eager = {"lora": {}}, {"attn_implementation": "eager"}
     for run, (engine, precision, model, is_proved, more) in enumerate(
         [
@@ -87,7 +87,7 @@ def test_a_proof_is_remembered_by_model_attention_and_dtype(tiny_model: Path, tm
         job = {"folder": tiny_model, "strategy": strategy, "model": model, "data": STEPS, "steps": 1}
         proofs = on_ranks("packed_run", 2, run=tmp_path / str(run), **job)[0]["proofs"]
         assert len(proofs) == is_proved
-        assert all(proof["tokens"] <= 4 * 64 for proof in proofs)
+        assert all(proof["tokens"] <= 5 * 64 for proof in proofs)
         record = json.loads((tmp_path / str(run) / "isolation.json").read_text())
         assert (record["largest_change"], record["compute_dtype"]) == (0, "fp32" if precision == "fp32" else "bf16")
         assert record["attn_implementation"] == model.get("attn_implementation", "sdpa_by_sample")

@@ -39,9 +39,9 @@ def _batch() -> dict[str, Any]:
 
 def test_states_that_are_nan_or_tell_nothing_are_noticed():
     ids = torch.tensor([[3, 5, 9, 11], [4, 4, 7, 8]])
-    nan = measure_isolation(lambda batch: batch["position_ids"][..., None] * float("nan"), ids)
+    nan = measure_isolation(lambda batch: batch["input_ids"][..., None] * float("nan"), ids)
     assert nan.change == float("inf")
-    assert measure_isolation(lambda batch: torch.ones(2, 32, 1), ids).is_blind
+    assert measure_isolation(lambda batch: torch.ones(*batch["input_ids"].shape, 1), ids).is_blind
 
 
 def test_flash_attention_gets_one_row_and_its_borders():
@@ -101,6 +101,12 @@ def test_a_family_that_picks_keys_by_blocks_keeps_doing_so():
     with torch.no_grad():
         assert torch.equal(ours(input_ids=ids).logits, plain(input_ids=ids).logits)
     assert ours.config._attn_implementation == "sdpa"
+
+
+def test_positions_that_a_model_counts_from_another_number_are_noticed():
+    """RoBERTa counts them from the number after its padding token, unless it gets them."""
+    model = random_model("roberta", False, is_decoder=True, pad_token_id=1, max_position_embeddings=64)
+    assert _isolation(model).moved > 1e-3
 
 
 def test_llama_4_scales_queries_by_their_position_in_the_row():
