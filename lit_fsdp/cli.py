@@ -434,7 +434,7 @@ class RecipeCLI(LightningCLI):
         elif ours["model"] or ours["data"]:
             check_finders(trainer.callbacks, model)
         if ours["model"] and self.verb == "fit":
-            check_monitors(trainer, model)
+            check_monitors(trainer, model, not ours["data"] or run.data.has("val"))
         if ours["model"]:
             check_attention(run.model.attn_implementation, strategy.root_device.type)
             optimizer_class(run.model.optim)

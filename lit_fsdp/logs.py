@@ -32,6 +32,7 @@ def setup_logging() -> None:
     own.setLevel(logging.INFO if is_first_process() else logging.WARNING)
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
+    logging.getLogger("lightning.pytorch.profilers").setLevel(logging.INFO)  # the table of trainer.profiler
     # it appears on every login node; several tasks without srun are already an error here
     warnings.filterwarnings("ignore", message="The `srun` command is available on your system but is not used")
     # torch >= 2.12 deprecates a check of lightning 2.6: delete when the minimum lightning no longer uses it

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import EarlyStopping
 
 from lit_fsdp.callbacks.checkpoint import Checkpoint
 from lit_fsdp.errors import require
@@ -13,8 +14,10 @@ _OF_EVALUATION = ("val", "eval", "test")
 _OF_SAMPLES = ("val_exact_match", "val_answer_token_accuracy")
 
 
-def check_monitors(trainer: Trainer, module: Any) -> None:
+def check_monitors(trainer: Trainer, module: Any, validates: bool) -> None:
     """Refuse a monitored metric that validation does not log, such as Transformers' ``eval_loss``.
+
+    Without validation rows (``validates``), EarlyStopping on a validation metric would never stop, and is refused.
 
     Only for our own modules, and if no callback of the user's can log further metrics; for others,
     :class:`~lit_fsdp.Checkpoint` warns after the first validation.
@@ -38,6 +41,9 @@ def check_monitors(trainer: Trainer, module: Any) -> None:
             is_used = getattr(callback, "strict", True)  # EarlyStopping with strict=False allows a missing metric
         if not is_used:
             continue
+        never = isinstance(callback, EarlyStopping) and not validates and str(monitor).startswith(_OF_EVALUATION)
+        fix = "set data.val or data.val_split, or drop the callback"
+        require(not never, field, f"{monitor} without validation rows", "a recipe that validates", fix)
         name = str(monitor or "").partition("/")[0]  # a named set follows
         is_logged = monitor in known or name in known or not name.startswith(_OF_EVALUATION)
         require(is_logged, field, f"{monitor}, which is not logged", ", ".join(known), "write val_loss")

@@ -6,13 +6,14 @@ import contextlib
 import json
 import logging
 import sys
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import EarlyStopping, Timer
 
 from lit_fsdp.callbacks.stop import StopRequested
 from lit_fsdp.checkpoint.files import replace_bytes
@@ -139,12 +140,24 @@ class RunRecord(Callback):
             folder = Path(trainer.default_root_dir)
             if self._has_audit or "measured_peak_bytes_per_rank" not in _audit_of(folder):
                 add_to_audit(folder, {"measured_peak_bytes_per_rank": ranks})
-            self._note(trainer, "finished")
+            ended = why_ended(trainer)
+            self._note(trainer, f"ended by {ended}" if ended else "finished")
 
     def _note(self, trainer: Trainer, status: str) -> None:
         if self._has_audit and trainer.is_global_zero:
             with contextlib.suppress(OSError, CheckpointError, ValueError):  # the disk may be full, or the file damaged
                 add_to_audit(Path(trainer.default_root_dir), {"status": status, "ended": _now()})
+
+
+def why_ended(trainer: Trainer) -> str:
+    """What ended training before its last step: the time limit, or the name of a callback; else empty."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        remaining = callback.time_remaining() if isinstance(callback, Timer) else None
+        if isinstance(callback, Timer) and remaining is not None and remaining <= 0:
+            return f"the time limit of {timedelta(seconds=round(callback._duration or 0))} (trainer.max_time)"
+        if isinstance(callback, EarlyStopping) and callback.stopped_epoch:
+            return f"EarlyStopping on {callback.monitor}"
+    return ""
 
 
 class PredictionWriter(Callback):

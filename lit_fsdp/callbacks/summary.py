@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from datetime import timedelta
 from pathlib import Path
@@ -9,6 +10,8 @@ from pathlib import Path
 from lightning.pytorch import Trainer
 
 from lit_fsdp.callbacks.checkpoint import Checkpoint
+from lit_fsdp.callbacks.records import why_ended
+from lit_fsdp.callbacks.throughput import end_of
 from lit_fsdp.host import GIB
 from lit_fsdp.metrics.hardware import peak_device_bytes
 
@@ -42,18 +45,25 @@ def summary_of(trainer: Trainer, verb: str, seconds: float, first_step: int) -> 
             lines.append(f"next: lit-fsdp {shlex.join(command)}")
         return "\n".join(lines)
     step, epochs = trainer.global_step, trainer.max_epochs or -1
+    ended = why_ended(trainer)
+    if step == first_step and ended:
+        return f"{ended} ended the run before its first step"
     if step == first_step:
         if zero := next((name for name in ("max_steps", "max_epochs") if getattr(trainer, name) == 0), ""):
             return f"trainer.{zero} 0: nothing was trained; set a larger number"
         by_steps = 0 < trainer.max_steps <= step
         limit, value = ("max_steps", trainer.max_steps) if by_steps else ("max_epochs", trainer.max_epochs)
-        more = f"--ckpt_path last --trainer.{limit} {2 * (value or 1)}"
+        done = step if by_steps else trainer.current_epoch  # more than the limit, if the limit was lowered
+        more = f"--ckpt_path last --trainer.{limit} {2 * max(value or 1, done)}"
         if by_steps and 0 < epochs <= trainer.current_epoch:
             more += " --trainer.max_epochs -1"
         return f"already at trainer.{limit} {value}, step {step}: nothing was trained; to train further, add {more}"
     done = step - first_step
     lines = [f"{done} step{'s' if done != 1 else ''} in {took}, to step {step}{numbers}{memory}"]
-    if step < trainer.max_steps and 0 < epochs <= trainer.current_epoch:
+    if ended:
+        end = end_of(trainer)
+        lines.append(f"{ended} ended the run" + (f" before step {int(end)}" if step < end < math.inf else ""))
+    elif step < trainer.max_steps and 0 < epochs <= trainer.current_epoch:
         more = f"to train all {trainer.max_steps} steps, set trainer.max_epochs: -1"
         lines.append(f"trainer.max_epochs {epochs} ended the run before trainer.max_steps; {more}")
     for name in ("best", "last"):

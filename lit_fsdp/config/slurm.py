@@ -103,6 +103,8 @@ class SlurmConfig:
             require(_NAME.fullmatch(name), "env", repr(name), "names of letters, digits and _", "fix its name")
             fix = "drop it; set slurm.master_addr and slurm.master_port for the rendezvous"
             require(not _OURS.fullmatch(name), f"env.{name}", repr(value), "not a variable of the launcher", fix)
+        is_text = not (self.container or "").startswith("{")
+        require(is_text, "container", self.container, "the path or name of an image", "write container: image.sqsh")
         require(self.command != [], "command", "[]", "at least one word, or null", "drop command")
         self._check_lines()
 

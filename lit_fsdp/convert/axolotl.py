@@ -73,7 +73,7 @@ _AXOLOTL: Table = {
            "fsdp_config.final_state_dict_type fsdp_config.cpu_offload_pin_memory",
            Drop("it affects speed, memory and files, not results")),
     "loss_watchdog_*": Drop("training ends at gradients that are not finite, at no other loss"),
-    "early_stopping_patience": Drop("add trainer.callbacks: EarlyStopping, which counts validations", OFF),
+    "early_stopping_patience": Drop("EarlyStopping in trainer.callbacks counts validations: add it", OFF),
     "strict": Drop("every key of a recipe is checked"),
     "model_type": Drop("the model is causal, and its config names the class", "automodelforcausallm llamaforcausallm "
                        "mistralforcausallm mixtralforcausallm qwen2forcausallm gemmaforcausallm phiforcausallm"),
@@ -114,6 +114,8 @@ def convert_axolotl(conversion: Conversion, values: dict[str, Any], folder: Path
     save, evaluate = ("steps" if values.get(key) else "epoch" for key in ("save_steps", "eval_steps"))
     put_loop(conversion, source, values, 1, save, evaluate, first_ends=True)
     source.rest()
+    if values.get("saves_per_epoch"):
+        conversion.to_give.append("Set checkpoint.every_steps: saves_per_epoch counts parts of an epoch.")
     for path, value in _DEFAULTS.items():
         conversion.put(path, value)
     if put_rest:

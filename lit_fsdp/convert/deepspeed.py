@@ -76,8 +76,8 @@ _DEEPSPEED: Table = {
            "wandb comet csv_monitor autotuning", Drop("it only prints or measures; see trainer.logger")),
     **rows("zero_allow_untested_optimizer zero_force_ds_cpu_optimizer prescale_gradients gradient_predivide_factor "
            "disable_allgather aio dataloader_drop_last", _INSIDE),
-    **rows("checkpoint elasticity", Drop("set by the checkpoint section; any number of ranks can resume")),
-    "compile": Drop("set compile: true to compile each block"),
+    **rows("checkpoint elasticity", Drop("the section checkpoint sets it; any number of ranks can resume")),
+    "compile": Drop("compile: true of the strategy compiles each block"),
     **rows("sparse_gradients sparse_attention amp compression_training curriculum_learning data_efficiency "
            "progressive_layer_drop eigenvalue quantize_training tensor_parallel autotp_size sequence_parallel_size "
            "hybrid_engine torch_autocast", Drop("this method is not supported", OFF + " 1")),

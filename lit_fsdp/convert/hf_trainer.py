@@ -58,13 +58,13 @@ ARGUMENTS: Table = {
            "group_by_length parallelism_config accelerator_config.split_batches",
            Drop("this method is not supported", OFF)),
     **rows("do_* overwrite_output_dir resume_from_checkpoint local_rank push_to_hub hub_* debug skip_memory_metrics",
-           Drop("set by the command: lit-fsdp fit, validate, export, --ckpt_path")),
+           Drop("the command sets it: lit-fsdp fit, validate, export, --ckpt_path")),
     "logging_steps": Keep("trainer.log_every_n_steps", lambda key, value: int(number(key, value)) or None),
     **rows("logging_* log_* disable_tqdm report_to run_name project trackio_* include_*",
            Drop("logging is trainer.logger and trainer.log_every_n_steps")),
     **rows("prediction_loss_only eval_* batch_eval_metrics *_full_eval", Drop("the recipe configures validation")),
     **rows("save_* enable_jit_checkpoint load_best_model_at_end restore_callback_states_from_checkpoint "
-           "ignore_data_skip metric_for_best_model greater_is_better", Drop("set by the checkpoint section")),
+           "ignore_data_skip metric_for_best_model greater_is_better", Drop("the section checkpoint sets it")),
     **rows("dataloader_* remove_unused_columns label_names length_column_name accelerator_config.*",
            Drop("the data module has its own loader, with whole global batches only")),
     **rows("torch_compile_mode gradient_checkpointing_kwargs activation_checkpointing_kwargs ddp_* use_cache "

@@ -142,7 +142,7 @@ def test_validate_test_and_predict(smoke: Path) -> None:
         words = (verb, *SMOKE, "--trainer.default_root_dir", "run", "--ckpt_path", ckpt_path, *words)
         done = command(2, words, smoke)
         assert [rank.code for rank in done] == [0, 0], done[0].err
-        return done[0].out
+        return done[0].out + done[0].err
 
     before = content(smoke / "run")
     written = {"audit.json", "data.json", "dtypes.json", "metrics.csv", "recipe.yaml", "report.html", "run.lock"}
@@ -157,7 +157,8 @@ def test_validate_test_and_predict(smoke: Path) -> None:
     path = f"run/checkpoints/step-{best:08d}"  # the same rows as test rows
     out = run("test", path, "--trainer.limit_test_batches", "2")
     assert float(re.findall(r"test_loss\D+([\d.]+)", out)[0]) == pytest.approx(losses[best], rel=1e-5)
-    run("predict", "last", "--data.predict", "generated:7")
+    out = run("predict", "last", "--data.predict", "generated:7", "--trainer.profiler", "simple")
+    assert "Profiler Report" in out
     rows = [json.loads(line) for line in (smoke / "run/predictions.jsonl").read_text().splitlines()]
     assert [row["row"] for row in rows] == list(range(7))
     assert all(row["supervised_tokens"] > 0 and row["loss_sum"] > 0 for row in rows)

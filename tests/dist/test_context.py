@@ -228,7 +228,8 @@ def test_what_does_not_fit_is_refused_before_a_process_starts(tiny_model: Path, 
 @pytest.mark.parametrize("kind", ["longrope", "dynamic"])
 def test_frequencies_that_depend_on_the_length_are_those_of_the_whole_row(tmp_path: Path, kind: str) -> None:
     """The rows are longer than the original length, the part of one rank is not."""
-    text = {**TINY.to_diff_dict(), "rope_parameters": {"rope_type": kind, "rope_theta": 10000.0}, "initializer_range": 0.2}
+    text: dict[str, Any] = {**TINY.to_diff_dict(), "initializer_range": 0.2}
+    text["rope_parameters"] = {"rope_type": kind, "rope_theta": 10000.0}
     dims = text["hidden_size"] // text["num_attention_heads"] // 2
     if kind == "longrope":
         factors = {"short_factor": [1.0] * dims, "long_factor": [4.0] * dims, "original_max_position_embeddings": 10}

@@ -30,11 +30,21 @@ from lit_fsdp.errors import ConfigError
 def test_what_validation_does_not_log_is_refused(callback: Callback, field: str):
     trainer: Any = SimpleNamespace(callbacks=[callback])
     if not field:
-        check_monitors(trainer, CausalLMModule(name="some/model"))
+        check_monitors(trainer, CausalLMModule(name="some/model"), True)
         return
     with pytest.raises(ConfigError, match="val_loss, val_perplexity, val_token_accuracy") as error:
-        check_monitors(trainer, CausalLMModule(name="some/model"))
+        check_monitors(trainer, CausalLMModule(name="some/model"), True)
     assert error.value.field == field
+
+
+def test_early_stopping_needs_validation_rows():
+    module = CausalLMModule(name="some/model")
+    trainer: Any = SimpleNamespace(callbacks=[Checkpoint(), EarlyStopping("val_loss")])
+    check_monitors(trainer, module, True)
+    with pytest.raises(ConfigError, match=r"EarlyStopping in trainer\.callbacks: got val_loss without validation rows"):
+        check_monitors(trainer, module, False)
+    trainer.callbacks[1] = EarlyStopping("train_loss")
+    check_monitors(trainer, module, False)
 
 
 def test_modules_and_callbacks_of_others_may_log_more():
@@ -50,5 +60,5 @@ def test_modules_and_callbacks_of_others_may_log_more():
         ([Checkpoint(monitor="val_rewards/margins", mode="max")], PreferenceModule(name="some/model")),
     ):
         trainer: Any = SimpleNamespace(callbacks=callbacks)
-        check_monitors(trainer, module)  # raises nothing
+        check_monitors(trainer, module, True)  # raises nothing
         assert trainer.callbacks == callbacks

@@ -103,6 +103,7 @@ def test_a_wrong_value_is_named():
         ("job_name", "a\x1b[31m"),
         ("account", " "),
         ("container", "image\n#SBATCH --wrap=x"),
+        ("container", "{image: my/image.sqsh}"),
         ("container_mounts", [""]),
         *(("extra", [option]) for option in not_extra),
     )
