@@ -131,7 +131,9 @@ def choose(
 def saved_config(run_folder: Path) -> CheckpointConfig:
     """Return the section ``checkpoint`` of a run's recipe, or the defaults."""
     try:
-        return CheckpointConfig(**yaml.safe_load((run_folder / "recipe.yaml").read_text(encoding="utf-8"))["checkpoint"])
+        return CheckpointConfig(
+            **yaml.safe_load((run_folder / "recipe.yaml").read_text(encoding="utf-8"))["checkpoint"]
+        )
     except (OSError, ValueError, TypeError, KeyError, yaml.YAMLError):
         return CheckpointConfig()  # a file of another tool, or keys of another version
 
