@@ -108,7 +108,9 @@ def import_checkpoint(
             weights[stored] = tensor
     lines = [f"missing in the source: {prefix}{name}" for name in shapes if name not in weights]
     if not allow_surplus:
-        lines += [f"not in the model (--allow-surplus ignores it): {name}" for name in surplus]
+        of_adapter = "not supported beside adapters; merge them with peft first, and train the merged model"
+        why = of_adapter if entry.get("adapter") else "not in the model (--allow-surplus ignores it)"
+        lines += [f"{why}: {name}" for name in surplus]
     for name, tensor in weights.items():
         if tensor.shape != tuple(shapes[name]):
             lines.append(f"{name}: {list(tensor.shape)} in the source, {list(shapes[name])} in the model")

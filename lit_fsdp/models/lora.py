@@ -294,7 +294,7 @@ def _check_args(args: Mapping[str, Any], peft: Any, path: str, fix: str = "") ->
 def check_saved_lora(adapter_config: Mapping[str, Any], path: Path) -> None:
     """Refuse an ``adapter_config.json`` of other software, at ``path``, with arguments that ``peft_args`` refuses."""
     fix = "merge the adapter with peft first, and train the merged model"
-    if adapter_config.get("init_lora_weights") not in (True, False, "gaussian"):  # most others change the base
+    if adapter_config.get("init_lora_weights", True) not in (True, False, "gaussian"):  # most others change the base
         fix += ", or convert it with path_initial_model_for_weight_conversion of peft's save_pretrained"
     given = {name: value for name, value in adapter_config.items() if value and name not in _FIELDS}  # others are off
     _check_args(given, _peft(), f"{path}: ", fix)

@@ -89,6 +89,10 @@ def test_every_name_that_does_not_fit_is_listed(run: Run, tmp_path: Path) -> Non
     assert "b.weight: [2, 2] in the source, [4, 4] in the model" in text
     source = lightning_file(tmp_path / "b.ckpt", {**WEIGHTS, "extra.x": torch.ones(1)})
     assert run(source, allow_surplus=True).endswith("\n  left out: net.extra.x")
+    of_adapter: Any = (*TARGET[:3], {"adapter": {"r": 2}})
+    with pytest.raises(CheckpointError, match=r"merge them with peft first, .*: net\.extra\.x$") as caught:
+        import_checkpoint(open_source(source), tmp_path / "new", *of_adapter)
+    assert "--allow-surplus" not in str(caught.value)
 
 
 def test_a_second_copy_of_the_model_needs_a_prefix(run: Run, tmp_path: Path) -> None:
