@@ -9,6 +9,7 @@ import pathlib
 import pickle
 import re
 import warnings
+import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -261,6 +262,9 @@ def read_torch(path: Path) -> Any:
         fix = "save it again without that object (often in save_hyperparameters or a callback's state)"
         raise CheckpointError(f"{path}: rejected: {what}; none of its code was run; {fix}") from None
     except Exception as error:  # a damaged file can raise anything
+        if isinstance(error, RuntimeError) and not zipfile.is_zipfile(path):  # torch names an option of torch.save
+            text = "damaged, or not a file of torch.save in its zip format (the default since torch 1.6)"
+            raise CheckpointError(f"{path}: {text}") from None
         raise _damaged(path, error) from None
 
 

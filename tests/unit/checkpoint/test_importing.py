@@ -112,6 +112,7 @@ def test_what_is_no_source_or_ties_what_differs(run: Run, tmp_path: Path) -> Non
     lone.mkdir()
     save_file(WEIGHTS, lone / "model.safetensors")
     cut.write_bytes(lightning_file(tmp_path / "good.ckpt").read_bytes()[:-500])
+    (tmp_path / "text.ckpt").write_text("hello")
     garbage.write_bytes((1 << 40).to_bytes(8, "little") + b"{not json")
     shards = tmp_path / "shards"
     dcp.save({"state_dict": WEIGHTS}, checkpoint_id=shards, no_dist=True)
@@ -122,6 +123,7 @@ def test_what_is_no_source_or_ties_what_differs(run: Run, tmp_path: Path) -> Non
         (tmp_path / "gone", "gone does not exist"),
         (empty, "not a checkpoint of Lightning, Accelerate or the Trainer: empty"),
         (cut, "damaged"),
+        (tmp_path / "text.ckpt", r"text\.ckpt: damaged, or not a file of torch\.save in its zip format [^_]*$"),
         (garbage, "not a readable safetensors file"),
         (shards, "damaged"),
         (lightning_file(tmp_path / "b.ckpt", {**WEIGHTS, "head.weight": torch.ones(6, 4)}), "tie_word_embeddings"),
