@@ -340,12 +340,17 @@ def _write(draft: Path, manifest: Manifest, plan: ExportPlan, texts: dict[str, b
         inner = name.removeprefix(_EXTRAS)
         if name.startswith(_EXTRAS) and inner not in texts and not (plan.form == "adapter" and inner in _OF_A_MODEL):
             disk.write_bytes(draft / inner, manifest.file(name).read_bytes())
+    large: list[str] = []
     for file, names in plan.files.items():
-        _write_file(draft / file, manifest, plan, names)
+        large += _write_file(draft / file, manifest, plan, names)
         return_freed_memory()
+    given = f"fp16, in which {''.join(large[:1])} has infinite values (number of such tensors: {len(large)})"
+    require(not large, "--dtype", given, "bf16 or fp32, as fp16 ends at 65,504", "set --dtype bf16")
 
 
-def _write_file(path: Path, manifest: Manifest, plan: ExportPlan, names: list[str]) -> None:
+def _write_file(path: Path, manifest: Manifest, plan: ExportPlan, names: list[str]) -> list[str]:
+    """Write a file, and return the names of tensors that are finite only in their own dtype."""
+
     def read(name: str) -> torch.Tensor:
         if not name.startswith(_BASE):
             return read_tensor(manifest, name)
@@ -356,14 +361,19 @@ def _write_file(path: Path, manifest: Manifest, plan: ExportPlan, names: list[st
     def value(name: str) -> torch.Tensor:
         return _merged(plan, name, read) if name in plan.layers else read(plan.sources[name])
 
-    specs = {name: plan.specs[name] for name in names}
+    large, specs = [], {name: plan.specs[name] for name in names}
     of_base = {"base": json.dumps(plan.entry.get("base"))} if plan.form == "adapter" else {}
     with TensorFile(path, specs, {"format": "pt", **of_base}) as file:
         for name in file_order(specs):
             whole, number, rows = plan.parts.get(name, (name, None, None))
-            file.append(name, value(whole) if number is None else value(whole)[number, rows].contiguous())
+            tensor = value(whole) if number is None else value(whole)[number, rows].contiguous()
+            file.append(name, tensor)
+            narrows = specs[name].dtype == "float16" != str(tensor.dtype).removeprefix("torch.")
+            if narrows and tensor.numel() and torch.stack(tensor.aminmax()).half().isinf().any():
+                large.append(name)
             if number is None:
                 value.cache_clear()
+    return large
 
 
 @torch.no_grad()

@@ -19,7 +19,7 @@ from lit_fsdp.checkpoint.export_verify import find_export_differences
 from lit_fsdp.checkpoint.run_folder import step_folder
 from lit_fsdp.checkpoint.store import save_checkpoint
 from lit_fsdp.config.model import LoraConfig, ModelConfig
-from lit_fsdp.errors import CheckpointError
+from lit_fsdp.errors import CheckpointError, ConfigError
 from lit_fsdp.models.base import base_of_folder, describe_base, weights_hash
 from lit_fsdp.models.lora import apply_lora
 from lit_fsdp.models.resolve import resolve_model
@@ -94,6 +94,20 @@ def test_damage_and_checkpoints_of_other_modules_are_refused(tmp_path: Path) -> 
     with pytest.raises(CheckpointError, match="xxh3 differs"):
         export(folder, tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "checkpoints"]
+
+
+def test_weights_that_are_infinite_in_fp16_are_refused(tmp_path: Path) -> None:
+    tensors = {f"model/model.{name}": t for name, t in Saved(tmp_path).model.state_dict().items() if name != "lm_head"}
+    tensors["model/model.model.norm.weight"][0] = 65519.0  # rounded down
+    folder = Saved(tmp_path, tensors=tensors).folder
+    assert export(folder, tmp_path / "fits", dtype="fp16").dtype == "float16"
+    tensors["model/model.model.norm.weight"][0] = -70000.0
+    folder = Saved(tmp_path, tensors=tensors).folder
+    given = r"model\.norm\.weight has infinite values \(number of such tensors: 1\)\n.*\n.*set --dtype bf16"
+    with pytest.raises(ConfigError, match=given):
+        export(folder, tmp_path / "out", dtype="fp16")
+    assert not (tmp_path / "out").exists()
+    export(folder, tmp_path / "out", dtype="bf16", check=find_export_differences)
 
 
 def test_two_exports_into_one_folder_leave_each_other_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
