@@ -25,6 +25,7 @@ from torch import nn
 
 from lit_fsdp.checkpoint import files as disk
 from lit_fsdp.checkpoint.manifest import Manifest, TensorSpec, read_manifest
+from lit_fsdp.checkpoint.run_folder import FOLDER, survey
 from lit_fsdp.checkpoint.safetensors_file import TensorFile, file_order, num_bytes, read_tensor
 from lit_fsdp.checkpoint.verify import refuse, verify
 from lit_fsdp.errors import CheckpointError, require
@@ -113,6 +114,9 @@ def export(
     ckpt, out = Path(ckpt), Path(out)
     is_free = not os.path.lexists(out) or (out.is_dir() and not out.is_symlink() and not any(out.iterdir()))
     require(is_free, "--out", out, "a new or empty folder", f"choose another folder, or remove {out}")
+    runs = [folder for folder in out.resolve().parents if folder.name == FOLDER and survey(folder)]
+    given = f"{out}, inside the checkpoints of a run, which would count as one"
+    require(not runs, "--out", given, "a folder elsewhere", f"choose another folder, such as {out.name}")
     manifest = read_manifest(ckpt)
     entry = manifest.extra.get("model")
     if entry is None:

@@ -110,6 +110,16 @@ def test_weights_that_are_infinite_in_fp16_are_refused(tmp_path: Path) -> None:
     export(folder, tmp_path / "out", dtype="bf16", check=find_export_differences)
 
 
+def test_a_folder_among_checkpoints_is_refused(tmp_path: Path) -> None:
+    """There, it would be a damaged checkpoint that stands in the way of the last one."""
+    folder = Saved(tmp_path).folder
+    for out in (folder.with_name("step-00000009"), folder / "hf-model"):
+        with pytest.raises(ConfigError, match="--out: got .*, inside the checkpoints of a run"):
+            export(folder, out)
+        assert not out.exists()
+    export(folder, tmp_path / "other" / "checkpoints" / "model")
+
+
 def test_two_exports_into_one_folder_leave_each_other_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where locks tell nothing, as between two clients of a network file system; the same folder is refused."""
     monkeypatch.setattr("fcntl.flock", lambda *arguments: None)
