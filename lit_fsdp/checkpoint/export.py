@@ -45,6 +45,7 @@ _ADAPTER = "default"
 _WHOLE_COPY = f".modules_to_save.{_ADAPTER}."
 _WRAPPERS = re.compile(rf"((\.base_layer)+|\.original_module|\.modules_to_save\.{_ADAPTER})\.")
 _LORA = ".lora_"
+_OF_THE_MODEL = re.compile(r"^(val|test)|loss|accuracy|perplexity")  # other metrics are of the run: rates, times
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -327,7 +328,8 @@ def _model_card(manifest: Manifest, plan: ExportPlan) -> str:
     }
     needs = plan.form == "adapter" and (plan.entry.get("base") or {}).get("config_overrides")
     says = f"Set these values in the config of its base model, or use a merged model: `{json.dumps(needs)}`\n\n"
-    metrics = "".join(f"- {name}: {value:.6g}\n" for name, value in manifest.metrics.items() if value == value)
+    shown = {n: value for n, value in manifest.metrics.items() if value == value and _OF_THE_MODEL.search(n)}
+    metrics = "".join(f"- {name}: {value:.6g}\n" for name, value in shown.items())
     what = "the moving averages in the checkpoint" if manifest.averages else "the checkpoint"
     return (
         f"---\n{yaml.safe_dump(head, sort_keys=False)}---\n\n# {_KINDS[plan.form]} trained from "
