@@ -68,6 +68,8 @@ class ExportPlan:
     """Names by weight file, as transformers numbers them."""
     base: BaseWeights | None = None
     """Base model, opened only for merging or comparison."""
+    trust_remote_code: bool = False
+    """Whether a comparison may run Python code of the model."""
 
     @functools.cached_property
     def dtype(self) -> str:
@@ -103,7 +105,7 @@ def export(
         lora: For a checkpoint with adapters: only the adapter (also if None), or a full model.
         check: Returns the differences of the written folder before it is published; see ``export_verify``.
         base: Current location of the base model of adapters; None: its location in training.
-        trust_remote_code: Run Python code of that base model.
+        trust_remote_code: Run Python code of that base model, and for ``check`` of the exported model.
         ema: Export the averages of :class:`lit_fsdp.EMAWeights` instead of the weights.
 
     Raises:
@@ -139,6 +141,7 @@ def export(
 
         weights = open_base(entry["base"], ckpt, base, trust_remote_code)
     plan = _planned(manifest, (lora or "adapter") if has_adapter else "model", weights, dtype, max_shard_gib)
+    plan = replace(plan, trust_remote_code=trust_remote_code)
     texts = _texts(manifest, plan)
     draft = out.with_name(f".{out.name}.draft")
     with disk.naming(draft):  # on a network file system, a lock does not show whether another client is alive

@@ -21,8 +21,11 @@ from lit_fsdp.checkpoint.store import save_checkpoint
 from lit_fsdp.config.model import LoraConfig, ModelConfig
 from lit_fsdp.errors import CheckpointError, ConfigError
 from lit_fsdp.models.base import base_of_folder, describe_base, weights_hash
+from lit_fsdp.models.build import build_on_meta
+from lit_fsdp.models.export_files import model_files
 from lit_fsdp.models.lora import apply_lora
 from lit_fsdp.models.resolve import resolve_model
+from lit_fsdp.models.tokenizers import miniature_tokenizer
 from tests.unit.checkpoint.conftest import flip
 
 IDS = torch.arange(14).reshape(2, 7)
@@ -95,6 +98,38 @@ def test_damage_and_checkpoints_of_other_modules_are_refused(tmp_path: Path) -> 
     with pytest.raises(CheckpointError, match="xxh3 differs"):
         export(folder, tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "checkpoints"]
+
+
+def test_a_model_with_code_of_its_own_is_exported_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also what that code imports; it is run for a comparison only where that is said."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    base = Saved(tmp_path).base
+    codes = {"sizes.py": "SCALE = 1.5\n"}
+    codes["configuration_own.py"] = 'from transformers import LlamaConfig\nclass Own(LlamaConfig): model_type = "own"\n'
+    codes["modeling_own.py"] = """from transformers import LlamaForCausalLM
+from .configuration_own import Own
+from .sizes import SCALE
+class OwnLM(LlamaForCausalLM):
+    config_class = Own
+    def forward(self, *args, **options):
+        out = super().forward(*args, **options)
+        out.logits = out.logits * SCALE
+        return out
+"""
+    for name, code in codes.items():
+        (base / name).write_text(code)
+    auto_map = {"AutoConfig": "configuration_own.Own", "AutoModelForCausalLM": "modeling_own.OwnLM"}
+    _config(model_type="own", architectures=["OwnLM"], auto_map=auto_map)(base)
+    source = resolve_model(ModelConfig(name=str(base), trust_remote_code=True))
+    model = build_on_meta(source.hf_config, trust_remote_code=True)
+    model.__class__ = type("Wrapped", (type(model),), {})  # as fully_shard does
+    folder = Saved(tmp_path / "own", files=model_files(source, miniature_tokenizer(), model)).folder
+    with pytest.raises(CheckpointError, match="has Python code: read it, and add --trust_remote_code"):
+        export(folder, tmp_path / "out", check=find_export_differences)
+    export(folder, tmp_path / "out", check=find_export_differences, trust_remote_code=True)
+    assert {name: (tmp_path / "out" / name).read_text() for name in codes} == codes
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=True)
+    torch.testing.assert_close(logits(found), logits(Saved(tmp_path / "plain").model) * 1.5)
 
 
 def test_weights_that_are_infinite_in_fp16_are_refused(tmp_path: Path) -> None:
