@@ -118,7 +118,7 @@ def export(
     is_free = not os.path.lexists(out) or (out.is_dir() and not out.is_symlink() and not any(out.iterdir()))
     require(is_free, "--out", out, "a new or empty folder", f"choose another folder, or remove {out}")
     runs = [folder for folder in out.resolve().parents if folder.name == FOLDER and survey(folder)]
-    given = f"{out}, inside the checkpoints of a run, which would count as one"
+    given = f"{out}, inside the checkpoints of a run"
     require(not runs, "--out", given, "a folder elsewhere", f"choose another folder, such as {out.name}")
     manifest = read_manifest(ckpt)
     entry = manifest.extra.get("model")

@@ -119,11 +119,8 @@ def _compare(expected: Any, found: Any) -> list[str]:
         lines.append(f"missing or unexpected names: {', '.join(sorted(ours.keys() ^ theirs.keys())[:8])}")
     unequal = [n for n in ours if n in theirs and not torch.equal(_bits(ours[n]), _bits(theirs[n]))]
     lines += [f"tensor {name} differs from the checkpoint" for name in unequal]
-    for model in (expected, found):
-        for tensor in (
-            *model.parameters(),
-            *model.buffers(),
-        ):  # kernels sum otherwise in memory-mapped, unaligned memory
+    for model in (expected, found):  # for one row, kernels sum otherwise in unaligned memory, such as a mapped file's
+        for tensor in (*model.parameters(), *model.buffers()):
             tensor.data = tensor.data.clone()
     vocabulary = expected.get_input_embeddings().weight.shape[0]
     ids = (torch.arange(32) * 7919 % vocabulary).reshape(2, 16)

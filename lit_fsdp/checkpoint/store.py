@@ -330,7 +330,7 @@ def _check_targets(manifest: Manifest, into: Mapping[str, torch.Tensor], skip: s
             unlike.append(f"{name}: on the meta device here, so there is nothing to load into")
     both = (("missing in the checkpoint", missing), ("only in the checkpoint", surplus))
     if (missing or surplus) and not unlike and all(name.startswith("optim") for name in missing + surplus):
-        found = "; ".join(f"{what}: {len(names)} tensors, such as {names[0]}" for what, names in both if names)
+        found = "; ".join(f"{what}: {', '.join(_first(names, 2))}" for what, names in both if names)
         where = "model.optim of its recipe.yaml" if "recipe.yaml" in manifest.files else "the one that saved it"
         fix = f"resume with its optimizer ({where}), or export it and start a new run from its weights"
         raise CheckpointError(f"{manifest.folder}: has other optimizer state ({found})\n  fix: {fix}")

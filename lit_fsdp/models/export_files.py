@@ -85,7 +85,8 @@ def _json_object(path: Path) -> dict[str, Any]:
 def _code_of(model: nn.Module | None) -> set[Path]:
     """Python files of a model with custom code, wrapped by an engine or not, and those that they import."""
     classes = {base for module in (() if model is None else model.modules()) for base in type(module).__mro__}
-    files = {sys.modules[one.__module__].__file__ or "" for one in classes if vars(one).get("_auto_class")}
+    modules = {one.__module__ for one in classes if vars(one).get("_auto_class")} - {"__main__"}
+    files = [str(sys.modules[name].__file__) for name in modules]
     return {Path(one) for file in files for one in (file, *get_relative_import_files(file))}
 
 
