@@ -25,6 +25,7 @@ from torch import nn
 
 from lit_fsdp.checkpoint import files as disk
 from lit_fsdp.checkpoint.manifest import Manifest, TensorSpec, read_manifest
+from lit_fsdp.checkpoint.run_folder import FOLDER, survey
 from lit_fsdp.checkpoint.safetensors_file import TensorFile, file_order, num_bytes, read_tensor
 from lit_fsdp.checkpoint.verify import refuse, verify
 from lit_fsdp.errors import CheckpointError, require
@@ -44,6 +45,7 @@ _ADAPTER = "default"
 _WHOLE_COPY = f".modules_to_save.{_ADAPTER}."
 _WRAPPERS = re.compile(rf"((\.base_layer)+|\.original_module|\.modules_to_save\.{_ADAPTER})\.")
 _LORA = ".lora_"
+_OF_THE_MODEL = re.compile(r"^(val|test)|loss|accuracy|perplexity")  # other metrics are of the run: rates, times
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +68,8 @@ class ExportPlan:
     """Names by weight file, as transformers numbers them."""
     base: BaseWeights | None = None
     """Base model, opened only for merging or comparison."""
+    trust_remote_code: bool = False
+    """Whether a comparison may run Python code of the model."""
 
     @functools.cached_property
     def dtype(self) -> str:
@@ -101,7 +105,7 @@ def export(
         lora: For a checkpoint with adapters: only the adapter (also if None), or a full model.
         check: Returns the differences of the written folder before it is published; see ``export_verify``.
         base: Current location of the base model of adapters; None: its location in training.
-        trust_remote_code: Run Python code of that base model.
+        trust_remote_code: Run Python code of that base model, and for ``check`` of the exported model.
         ema: Export the averages of :class:`lit_fsdp.EMAWeights` instead of the weights.
 
     Raises:
@@ -113,6 +117,9 @@ def export(
     ckpt, out = Path(ckpt), Path(out)
     is_free = not os.path.lexists(out) or (out.is_dir() and not out.is_symlink() and not any(out.iterdir()))
     require(is_free, "--out", out, "a new or empty folder", f"choose another folder, or remove {out}")
+    runs = [folder for folder in out.resolve().parents if folder.name == FOLDER and survey(folder)]
+    given = f"{out}, inside the checkpoints of a run"
+    require(not runs, "--out", given, "a folder elsewhere", f"choose another folder, such as {out.name}")
     manifest = read_manifest(ckpt)
     entry = manifest.extra.get("model")
     if entry is None:
@@ -134,6 +141,7 @@ def export(
 
         weights = open_base(entry["base"], ckpt, base, trust_remote_code)
     plan = _planned(manifest, (lora or "adapter") if has_adapter else "model", weights, dtype, max_shard_gib)
+    plan = replace(plan, trust_remote_code=trust_remote_code)
     texts = _texts(manifest, plan)
     draft = out.with_name(f".{out.name}.draft")
     with disk.naming(draft):  # on a network file system, a lock does not show whether another client is alive
@@ -323,7 +331,8 @@ def _model_card(manifest: Manifest, plan: ExportPlan) -> str:
     }
     needs = plan.form == "adapter" and (plan.entry.get("base") or {}).get("config_overrides")
     says = f"Set these values in the config of its base model, or use a merged model: `{json.dumps(needs)}`\n\n"
-    metrics = "".join(f"- {name}: {value:.6g}\n" for name, value in manifest.metrics.items() if value == value)
+    shown = {n: value for n, value in manifest.metrics.items() if value == value and _OF_THE_MODEL.search(n)}
+    metrics = "".join(f"- {name}: {value:.6g}\n" for name, value in shown.items())
     what = "the moving averages in the checkpoint" if manifest.averages else "the checkpoint"
     return (
         f"---\n{yaml.safe_dump(head, sort_keys=False)}---\n\n# {_KINDS[plan.form]} trained from "
@@ -340,12 +349,17 @@ def _write(draft: Path, manifest: Manifest, plan: ExportPlan, texts: dict[str, b
         inner = name.removeprefix(_EXTRAS)
         if name.startswith(_EXTRAS) and inner not in texts and not (plan.form == "adapter" and inner in _OF_A_MODEL):
             disk.write_bytes(draft / inner, manifest.file(name).read_bytes())
+    large: list[str] = []
     for file, names in plan.files.items():
-        _write_file(draft / file, manifest, plan, names)
+        large += _write_file(draft / file, manifest, plan, names)
         return_freed_memory()
+    given = f"fp16, in which {''.join(large[:1])} has infinite values (number of such tensors: {len(large)})"
+    require(not large, "--dtype", given, "bf16 or fp32, as fp16 ends at 65,504", "set --dtype bf16")
 
 
-def _write_file(path: Path, manifest: Manifest, plan: ExportPlan, names: list[str]) -> None:
+def _write_file(path: Path, manifest: Manifest, plan: ExportPlan, names: list[str]) -> list[str]:
+    """Write a file, and return the names of tensors that are finite only in their own dtype."""
+
     def read(name: str) -> torch.Tensor:
         if not name.startswith(_BASE):
             return read_tensor(manifest, name)
@@ -356,14 +370,19 @@ def _write_file(path: Path, manifest: Manifest, plan: ExportPlan, names: list[st
     def value(name: str) -> torch.Tensor:
         return _merged(plan, name, read) if name in plan.layers else read(plan.sources[name])
 
-    specs = {name: plan.specs[name] for name in names}
+    large, specs = [], {name: plan.specs[name] for name in names}
     of_base = {"base": json.dumps(plan.entry.get("base"))} if plan.form == "adapter" else {}
     with TensorFile(path, specs, {"format": "pt", **of_base}) as file:
         for name in file_order(specs):
             whole, number, rows = plan.parts.get(name, (name, None, None))
-            file.append(name, value(whole) if number is None else value(whole)[number, rows].contiguous())
+            tensor = value(whole) if number is None else value(whole)[number, rows].contiguous()
+            file.append(name, tensor)
+            narrows = specs[name].dtype == "float16" != str(tensor.dtype).removeprefix("torch.")
+            if narrows and tensor.numel() and torch.stack(tensor.aminmax()).half().isinf().any():
+                large.append(name)
             if number is None:
                 value.cache_clear()
+    return large
 
 
 @torch.no_grad()

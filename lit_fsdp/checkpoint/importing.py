@@ -9,6 +9,7 @@ import pathlib
 import pickle
 import re
 import warnings
+import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -108,7 +109,9 @@ def import_checkpoint(
             weights[stored] = tensor
     lines = [f"missing in the source: {prefix}{name}" for name in shapes if name not in weights]
     if not allow_surplus:
-        lines += [f"not in the model (--allow-surplus ignores it): {name}" for name in surplus]
+        of_adapter = "not supported beside adapters; merge them with peft first, and train the merged model"
+        why = of_adapter if entry.get("adapter") else "not in the model (--allow-surplus ignores it)"
+        lines += [f"{why}: {name}" for name in surplus]
     for name, tensor in weights.items():
         if tensor.shape != tuple(shapes[name]):
             lines.append(f"{name}: {list(tensor.shape)} in the source, {list(shapes[name])} in the model")
@@ -259,6 +262,9 @@ def read_torch(path: Path) -> Any:
         fix = "save it again without that object (often in save_hyperparameters or a callback's state)"
         raise CheckpointError(f"{path}: rejected: {what}; none of its code was run; {fix}") from None
     except Exception as error:  # a damaged file can raise anything
+        if isinstance(error, RuntimeError) and not zipfile.is_zipfile(path):  # torch names an option of torch.save
+            text = "damaged, or not a file of torch.save in its zip format (the default since torch 1.6)"
+            raise CheckpointError(f"{path}: {text}") from None
         raise _damaged(path, error) from None
 
 

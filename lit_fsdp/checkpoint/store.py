@@ -210,7 +210,7 @@ def load_tensors(folder: Path, into: Mapping[str, torch.Tensor], skip: Collectio
     ``Shard`` and ``Replicate`` placements; tensors of the checkpoint named in ``skip`` are ignored.
 
     Raises:
-        CheckpointError: Names, shapes or dtypes differ (all are listed), or a file cannot be read.
+        CheckpointError: Names, shapes or dtypes differ (the first ten are listed), or a file cannot be read.
     """
     ranks, folder = Ranks(), Path(folder)
 
@@ -321,12 +321,24 @@ def _content(name: str, value: bytes | Path) -> bytes:
 def _check_targets(manifest: Manifest, into: Mapping[str, torch.Tensor], skip: set[str]) -> None:
     wanted = {name: spec_of(tensor) for name, tensor in into.items()}
     saved = {name: spec for name, spec in manifest.tensors.items() if name not in skip or name in wanted}
-    lines = [f"missing in the checkpoint: {name}" for name in sorted(set(wanted) - set(saved))]
-    lines += [f"only in the checkpoint: {name}" for name in sorted(set(saved) - set(wanted))]
+    missing, surplus = sorted(set(wanted) - set(saved)), sorted(set(saved) - set(wanted))
+    unlike = []
     for name in sorted(set(saved) & set(wanted)):
         if saved[name] != wanted[name]:
-            lines.append(f"{name}: {saved[name]} in the checkpoint, {wanted[name]} here")
+            unlike.append(f"{name}: {saved[name]} in the checkpoint, {wanted[name]} here")
         elif into[name].is_meta:
-            lines.append(f"{name}: on the meta device here, so there is nothing to load into")
+            unlike.append(f"{name}: on the meta device here, so there is nothing to load into")
+    both = (("missing in the checkpoint", missing), ("only in the checkpoint", surplus))
+    if (missing or surplus) and not unlike and all(name.startswith("optim") for name in missing + surplus):
+        found = "; ".join(f"{what}: {', '.join(_first(names, 2))}" for what, names in both if names)
+        where = "model.optim of its recipe.yaml" if "recipe.yaml" in manifest.files else "the one that saved it"
+        fix = f"resume with its optimizer ({where}), or export it and start a new run from its weights"
+        raise CheckpointError(f"{manifest.folder}: has other optimizer state ({found})\n  fix: {fix}")
+    kinds = [[f"{what}: {name}" for name in names] for what, names in both]
+    lines = [line for kind in (*kinds, unlike) for line in _first(kind)]
     if lines:
         raise CheckpointError(f"{manifest.folder}: does not fit:\n" + "\n".join(f"  {line}" for line in lines))
+
+
+def _first(lines: list[str], most: int = 10) -> list[str]:
+    return lines if len(lines) <= most else [*lines[:most], f"... and {len(lines) - most} more"]

@@ -137,12 +137,13 @@ def _import_adapter(folder: Path, out: Path, model: str, allow_surplus: bool) ->
     from lit_fsdp.config.model import LoraConfig
     from lit_fsdp.models.base import describe_base
     from lit_fsdp.models.export_files import model_entry
-    from lit_fsdp.models.lora import apply_saved_lora, is_adapter
+    from lit_fsdp.models.lora import apply_saved_lora, check_saved_lora, is_adapter
     from lit_fsdp.module import CausalLMModule
 
     settings = json.loads((folder / "adapter_config.json").read_bytes())
     kind = settings.get("peft_type")
     require(kind == "LORA", "ckpt import", f"{folder}, an adapter of type {kind}", "LORA", "merge it with peft first")
+    check_saved_lora(settings, folder / "adapter_config.json")
     stored = read_safetensors(folder / "adapter_model.safetensors")
     module = CausalLMModule(name=model).build()
     built: Any = module.model

@@ -32,7 +32,7 @@ def run_export(argv: Sequence[str]) -> int:
     of_lora.add_argument("--adapter", action="store_true", help="for a run with model.lora: the adapter only (default)")
     of_lora.add_argument("--merge", action="store_true", help="for a run with model.lora: the merged model")
     parser.add_argument("--base", help="current location of the base model of adapters; default: as in training")
-    parser.add_argument("--trust_remote_code", action="store_true", help="run Python code that ships with that base")
+    parser.add_argument("--trust_remote_code", action="store_true", help="run Python code of the base or model")
     text = "export the moving averages of lit_fsdp.EMAWeights instead of the weights"
     parser.add_argument("--ema", action="store_true", help=text)
     text = "also upload the export with its model card to this Hugging Face Hub repository; created if missing"

@@ -116,7 +116,7 @@ class Source:
         value, conversion = given.value, self.conversion
         if isinstance(row, Drop):
             off = isinstance(value, dict) and value.get("enabled") is False
-            fine = not row.fine or off or str(value).strip().lower() in (*row.fine.split(), "", "auto")
+            fine = not row.fine or off or str(value).strip().lower() in (*row.fine.lower().split(), "", "auto")
             if fine and row.fine:
                 conversion.say(given, f"not needed: lit_fsdp behaves as with {shown(value)}")
             else:

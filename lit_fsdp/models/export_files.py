@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +12,7 @@ from typing import Any
 
 from torch import nn
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
-from transformers.dynamic_module_utils import custom_object_save
+from transformers.dynamic_module_utils import custom_object_save, get_relative_import_files
 
 from lit_fsdp.errors import require
 from lit_fsdp.host import json_bytes
@@ -26,7 +28,7 @@ _KEPT = "leave out values that cannot be written to a file: every checkpoint sav
 def model_files(
     source: ModelSource, tokenizer: PreTrainedTokenizerBase, model: nn.Module | None = None
 ) -> dict[str, bytes]:
-    """Return config, generation config, tokenizer and chat template files of a model folder, each under ``hf/``.
+    """Return config, generation config, tokenizer, chat template and custom code of a model folder, under ``hf/``.
 
     The generation config is copied from ``source``, valid for transformers or not, else taken from its config or the
     live ``model``. If it has no pad token it gets the tokenizer's, and the template's end of a turn is added to its end
@@ -41,6 +43,8 @@ def model_files(
         folder = Path(made)
         with reading(type(source.hf_config).__name__, fix=_KEPT):
             (folder / "config.json").write_bytes(_config_bytes(source.hf_config, folder))
+            for code in _code_of(model):
+                shutil.copyfile(code, folder / code.name)
         with reading(f"tokenizer {source.tokenizer_source}", "model.tokenizer", _KEPT):
             tokenizer.save_pretrained(folder)
         if generation is not None:
@@ -76,6 +80,14 @@ def _json_object(path: Path) -> dict[str, Any]:
         values = json.loads(path.read_bytes())
     require(isinstance(values, dict), "model.name", f"{path} with {type(values).__name__}", "a JSON object")
     return dict(values)
+
+
+def _code_of(model: nn.Module | None) -> set[Path]:
+    """Python files of a model with custom code, wrapped by an engine or not, and those that they import."""
+    classes = {base for module in (() if model is None else model.modules()) for base in type(module).__mro__}
+    modules = {one.__module__ for one in classes if vars(one).get("_auto_class")} - {"__main__"}
+    files = [str(sys.modules[name].__file__) for name in modules]
+    return {Path(one) for file in files for one in (file, *get_relative_import_files(file))}
 
 
 def _config_bytes(config: PretrainedConfig, folder: Path) -> bytes:

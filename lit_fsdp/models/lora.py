@@ -16,6 +16,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,6 +37,11 @@ _PATH = "model.lora"
 _ADAPTER = "default"
 _BITSANDBYTES = "bitsandbytes"
 _HANDED = ("layers_to_transform", "layers_pattern", "exclude_modules", "rank_pattern", "alpha_pattern")
+_GAUSSIAN = ("init_lora_weights", "gaussian")
+_FIELDS = set(  # of adapter_config.json that model.lora has itself, or peft fills in
+    "r lora_alpha lora_dropout target_modules target_parameters use_dora use_rslora modules_to_save task_type "
+    "peft_type auto_mapping peft_version base_model_name_or_path revision inference_mode fan_in_fan_out".split()
+)
 _LAYERS = (nn.Linear, Conv1D, nn.Embedding)  # targeted as modules, not as parameters
 _WRAPPERS = re.compile(rf"(\.base_layer|\.original_module|\.modules_to_save\.{_ADAPTER})(?=\.|$)")
 _ADAPTER_PARTS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector")
@@ -265,20 +271,33 @@ def _numbers(more: Mapping[str, Any]) -> list[int]:
 
 
 def _peft_args(config: LoraConfig, peft: Any) -> dict[str, Any]:
-    """Check ``model.lora.peft_args``: peft must have them, and weights, names and first losses must stay ours."""
-    defaults, found = peft.LoraConfig().to_dict(), {}
-    for name, value in (config.peft_args or {}).items():
-        field, near = f"{_PATH}.peft_args.{name}", difflib.get_close_matches(name, defaults, n=1)
-        fix = f"write {near[0]}" if near else "drop it"
-        require(name in defaults, field, "an argument that peft.LoraConfig lacks", ", ".join(_HANDED), fix)
-        if name in _HANDED or (name, value) == ("init_lora_weights", "gaussian"):
-            found[name] = value
-            continue
+    """Check ``model.lora.peft_args``, and return those that peft must get."""
+    found = config.peft_args or {}
+    _check_args(found, peft, f"{_PATH}.peft_args.")
+    return {name: value for name, value in found.items() if name in _HANDED or (name, value) == _GAUSSIAN}
+
+
+def _check_args(args: Mapping[str, Any], peft: Any, path: str, fix: str = "") -> None:
+    """Check arguments of ``peft.LoraConfig``: weights, names and first losses must stay ours."""
+    defaults, allowed = peft.LoraConfig().to_dict(), f"peft's defaults, except for {', '.join(_HANDED)}"
+    instead = {"trainable_token_indices": "use model.add_tokens", "bias": "name modules in modules_to_save"}
+    instead["init_lora_weights"] = "write true or gaussian"
+    for name, value in args.items():
+        field, near = f"{path}{name}", difflib.get_close_matches(name, defaults, n=1)
+        nearest = f"write {near[0]}" if near else "drop it"
+        require(name in defaults, field, "an argument that peft.LoraConfig lacks", allowed, fix or nearest)
         given = f"{value!r}, which lit_fsdp does not support in initialization, sharding, checkpoints or export"
-        instead = {"trainable_token_indices": "use model.add_tokens", "bias": "name modules in modules_to_save"}
-        instead["init_lora_weights"] = "write true or gaussian"
-        require(value == defaults[name], field, given, ", ".join(_HANDED), instead.get(name, "drop it"))
-    return found
+        fine = name in _HANDED or (name, value) == _GAUSSIAN or value == defaults[name]
+        require(fine, field, given, allowed, fix or instead.get(name, "drop it"))
+
+
+def check_saved_lora(adapter_config: Mapping[str, Any], path: Path) -> None:
+    """Refuse an ``adapter_config.json`` of other software, at ``path``, with arguments that ``peft_args`` refuses."""
+    fix = "merge the adapter with peft first, and train the merged model"
+    if adapter_config.get("init_lora_weights", True) not in (True, False, "gaussian"):  # most others change the base
+        fix += ", or convert it with path_initial_model_for_weight_conversion of peft's save_pretrained"
+    given = {name: value for name, value in adapter_config.items() if value and name not in _FIELDS}  # others are off
+    _check_args(given, _peft(), f"{path}: ", fix)
 
 
 def apply_saved_lora(model: PreTrainedModel, adapter_config: Mapping[str, Any]) -> Callable[[], PreTrainedModel]:

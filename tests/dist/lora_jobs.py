@@ -99,11 +99,12 @@ def tampered_export(words: list[str], cwd: str) -> None:
     """``lit-fsdp export`` on a disk that turns one bit of every weight file round."""
     write = export_module._write_file
 
-    def flipping(path: Any, *rest: Any) -> None:
-        write(path, *rest)
+    def flipping(path: Any, *rest: Any) -> list[str]:
+        large = write(path, *rest)
         data = bytearray(path.read_bytes())
         data[-2] ^= 4
         path.write_bytes(data)
+        return large
 
     export_module._write_file = flipping
     program(words, cwd)

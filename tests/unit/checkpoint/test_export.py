@@ -19,10 +19,13 @@ from lit_fsdp.checkpoint.export_verify import find_export_differences
 from lit_fsdp.checkpoint.run_folder import step_folder
 from lit_fsdp.checkpoint.store import save_checkpoint
 from lit_fsdp.config.model import LoraConfig, ModelConfig
-from lit_fsdp.errors import CheckpointError
+from lit_fsdp.errors import CheckpointError, ConfigError
 from lit_fsdp.models.base import base_of_folder, describe_base, weights_hash
+from lit_fsdp.models.build import build_on_meta
+from lit_fsdp.models.export_files import model_files
 from lit_fsdp.models.lora import apply_lora
 from lit_fsdp.models.resolve import resolve_model
+from lit_fsdp.models.tokenizers import miniature_tokenizer
 from tests.unit.checkpoint.conftest import flip
 
 IDS = torch.arange(14).reshape(2, 7)
@@ -32,6 +35,7 @@ CONFIGS = {
     "llama": LlamaConfig(num_hidden_layers=2, tie_word_embeddings=True, **LLAMA),
     "untied": LlamaConfig(num_hidden_layers=1, tie_word_embeddings=False, **LLAMA),
     "mixtral": MixtralConfig(num_hidden_layers=1, num_local_experts=4, num_key_value_heads=2, **LLAMA),
+    "sparse": MixtralConfig(num_hidden_layers=1, num_local_experts=32, num_key_value_heads=2, **LLAMA),
     "gpt2": GPT2Config(n_embd=16, n_layer=1, n_head=2, n_positions=32, **SIZES),
 }
 TIED = {"llama": {"lm_head.weight": "model.embed_tokens.weight"}, "gpt2": {"lm_head.weight": "transformer.wte.weight"}}
@@ -60,7 +64,7 @@ class Saved:
         not_saved = frozen | set(tied.values() if changes.pop("saves_head", False) else tied)
         state = {f"model/model.{name}": t for name, t in self.model.state_dict().items() if name not in not_saved}
         entry = {"prefix": "model.", "tied": tied, "base": base, "hub_name": "tiny/llama", "adapter": adapter}
-        metrics = {"val_loss": 1.25, "bad": float("nan")}
+        metrics = {"val_loss": 1.25, "train_token_accuracy": 0.5, "val_bad": float("nan"), "step_seconds": 2.0}
         parts = {
             "tensors": {**state, "optim/x/step": torch.tensor(1.0)},
             "manifest": {"global_step": 5, "model": {**entry, "kept_with_adapter": []}, "metrics": metrics},
@@ -94,6 +98,62 @@ def test_damage_and_checkpoints_of_other_modules_are_refused(tmp_path: Path) -> 
     with pytest.raises(CheckpointError, match="xxh3 differs"):
         export(folder, tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "checkpoints"]
+
+
+def test_a_model_with_code_of_its_own_is_exported_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also what that code imports; it is run for a comparison only where that is said."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    base = Saved(tmp_path).base
+    codes = {"sizes.py": "SCALE = 1.5\n"}
+    codes["configuration_own.py"] = 'from transformers import LlamaConfig\nclass Own(LlamaConfig): model_type = "own"\n'
+    codes["modeling_own.py"] = """from transformers import LlamaForCausalLM
+from .configuration_own import Own
+from .sizes import SCALE
+class OwnLM(LlamaForCausalLM):
+    config_class = Own
+    def forward(self, *args, **options):
+        out = super().forward(*args, **options)
+        out.logits = out.logits * SCALE
+        return out
+"""
+    for name, code in codes.items():
+        (base / name).write_text(code)
+    auto_map = {"AutoConfig": "configuration_own.Own", "AutoModelForCausalLM": "modeling_own.OwnLM"}
+    _config(model_type="own", architectures=["OwnLM"], auto_map=auto_map)(base)
+    source = resolve_model(ModelConfig(name=str(base), trust_remote_code=True))
+    model = build_on_meta(source.hf_config, trust_remote_code=True)
+    model.__class__ = type("Wrapped", (type(model),), {})  # as fully_shard does
+    folder = Saved(tmp_path / "own", files=model_files(source, miniature_tokenizer(), model)).folder
+    with pytest.raises(CheckpointError, match="has Python code: read it, and add --trust_remote_code"):
+        export(folder, tmp_path / "out", check=find_export_differences)
+    export(folder, tmp_path / "out", check=find_export_differences, trust_remote_code=True)
+    assert {name: (tmp_path / "out" / name).read_text() for name in codes} == codes
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=True)
+    torch.testing.assert_close(logits(found), logits(Saved(tmp_path / "plain").model) * 1.5)
+
+
+def test_weights_that_are_infinite_in_fp16_are_refused(tmp_path: Path) -> None:
+    tensors = {f"model/model.{name}": t for name, t in Saved(tmp_path).model.state_dict().items() if name != "lm_head"}
+    tensors["model/model.model.norm.weight"][0] = 65519.0  # rounded down
+    folder = Saved(tmp_path, tensors=tensors).folder
+    assert export(folder, tmp_path / "fits", dtype="fp16").dtype == "float16"
+    tensors["model/model.model.norm.weight"][0] = -70000.0
+    folder = Saved(tmp_path, tensors=tensors).folder
+    given = r"model\.norm\.weight has infinite values \(number of such tensors: 1\)\n.*\n.*set --dtype bf16"
+    with pytest.raises(ConfigError, match=given):
+        export(folder, tmp_path / "out", dtype="fp16")
+    assert not (tmp_path / "out").exists()
+    export(folder, tmp_path / "out", dtype="bf16", check=find_export_differences)
+
+
+def test_a_folder_among_checkpoints_is_refused(tmp_path: Path) -> None:
+    """There, it would be a damaged checkpoint that stands in the way of the last one."""
+    folder = Saved(tmp_path).folder
+    for out in (folder.with_name("step-00000009"), folder / "hf-model"):
+        with pytest.raises(ConfigError, match=r"--out: got .*, inside the checkpoints of a run"):
+            export(folder, out)
+        assert not out.exists()
+    export(folder, tmp_path / "other" / "checkpoints" / "model")
 
 
 def test_two_exports_into_one_folder_leave_each_other_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,6 +213,23 @@ def test_what_differs_is_named_and_nothing_is_published(tmp_path: Path) -> None:
         assert sorted(path.name for path in tmp_path.iterdir()) == before
 
 
+def test_logits_do_not_depend_on_the_alignment_of_a_file(tmp_path: Path) -> None:
+    """Kernels for one row, as of an expert with one token, sum in another order in memory that is not aligned."""
+    folder = Saved(tmp_path, "sparse").folder
+    for shift in (0, 8, 16):
+
+        def check(place: Path, *rest: Any, shift: int = shift) -> list[str]:
+            file = place / "model.safetensors"
+            data = file.read_bytes()
+            size = int.from_bytes(data[:8], "little")
+            file.write_bytes(
+                (size + shift).to_bytes(8, "little") + data[8 : 8 + size] + b" " * shift + data[8 + size :]
+            )
+            return find_export_differences(place, *rest)
+
+        assert export(folder, tmp_path / str(shift), check=check).dtype == "float32"
+
+
 # peft 0.21 asks transformers 5.23 by the old name of a property
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
 def test_adapters_alone_and_merged_are_the_live_model(tmp_path: Path) -> None:
@@ -187,7 +264,7 @@ def test_adapters_alone_and_merged_are_the_live_model(tmp_path: Path) -> None:
             card = (place / form / "README.md").read_text()
             head = yaml.safe_load(card.split("---")[1])
             assert (head["library_name"], head["base_model"]) == (library, "tiny/llama")
-            assert not [word for word in ("bad", str(tmp_path)) if word in card]
-            assert "- val_loss: 1.25\n" in card
+            assert str(tmp_path) not in card
+            assert card.endswith("\n\n- val_loss: 1.25\n- train_token_accuracy: 0.5\n")
     narrow = export(made.folder, tmp_path / "bf16", lora="merge", dtype="bf16", check=find_export_differences)
     assert narrow.dtype == "bfloat16"

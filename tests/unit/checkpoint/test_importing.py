@@ -89,6 +89,10 @@ def test_every_name_that_does_not_fit_is_listed(run: Run, tmp_path: Path) -> Non
     assert "b.weight: [2, 2] in the source, [4, 4] in the model" in text
     source = lightning_file(tmp_path / "b.ckpt", {**WEIGHTS, "extra.x": torch.ones(1)})
     assert run(source, allow_surplus=True).endswith("\n  left out: net.extra.x")
+    of_adapter: Any = (*TARGET[:3], {"adapter": {"r": 2}})
+    with pytest.raises(CheckpointError, match=r"merge them with peft first, .*: net\.extra\.x$") as caught:
+        import_checkpoint(open_source(source), tmp_path / "new", *of_adapter)
+    assert "--allow-surplus" not in str(caught.value)
 
 
 def test_a_second_copy_of_the_model_needs_a_prefix(run: Run, tmp_path: Path) -> None:
@@ -108,6 +112,7 @@ def test_what_is_no_source_or_ties_what_differs(run: Run, tmp_path: Path) -> Non
     lone.mkdir()
     save_file(WEIGHTS, lone / "model.safetensors")
     cut.write_bytes(lightning_file(tmp_path / "good.ckpt").read_bytes()[:-500])
+    (tmp_path / "text.ckpt").write_text("hello")
     garbage.write_bytes((1 << 40).to_bytes(8, "little") + b"{not json")
     shards = tmp_path / "shards"
     dcp.save({"state_dict": WEIGHTS}, checkpoint_id=shards, no_dist=True)
@@ -118,6 +123,7 @@ def test_what_is_no_source_or_ties_what_differs(run: Run, tmp_path: Path) -> Non
         (tmp_path / "gone", "gone does not exist"),
         (empty, "not a checkpoint of Lightning, Accelerate or the Trainer: empty"),
         (cut, "damaged"),
+        (tmp_path / "text.ckpt", r"text\.ckpt: damaged, or not a file of torch\.save in its zip format [^_]*$"),
         (garbage, "not a readable safetensors file"),
         (shards, "damaged"),
         (lightning_file(tmp_path / "b.ckpt", {**WEIGHTS, "head.weight": torch.ones(6, 4)}), "tie_word_embeddings"),

@@ -62,6 +62,28 @@ def test_names_shapes_and_dtypes_must_fit(save):
     assert torch.equal(into["model/model.transposed"], torch.ones(4, 3, dtype=torch.bfloat16))
 
 
+def test_what_does_not_fit_is_ten_names_and_of_optimizers_one_sentence(save):
+    state, model = blanks(), blanks()
+    state |= {f"optim/model.{n}/exp_avg": torch.zeros(1) for n in range(90)}
+    del state["optim/model.weight/counts"]
+    names = "optim/model.0/exp_avg, optim/model.1/exp_avg, ... and 88 more; only in the checkpoint: "
+    for more, where in (({}, "the one that saved it"), ({"recipe.yaml": b""}, "model.optim of its recipe.yaml")):
+        folder = save(files=more)
+        with pytest.raises(CheckpointError) as error:
+            store.load_tensors(folder, state)
+        assert str(error.value).splitlines() == [
+            f"{folder}: has other optimizer state (missing in the checkpoint: {names}optim/model.weight/counts)",
+            f"  fix: resume with its optimizer ({where}), or export it and start a new run from its weights",
+        ]
+    model |= {f"model/model.{n:02}": torch.zeros(1) for n in range(90)}
+    with pytest.raises(CheckpointError) as error:
+        store.load_tensors(folder, model)
+    assert str(error.value).splitlines()[1:] == [
+        *(f"  missing in the checkpoint: model/model.{n:02}" for n in range(10)),
+        "  ... and 80 more",
+    ]
+
+
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 def test_a_kill_while_one_is_replaced_leaves_the_old_or_the_new(save):
     """Killed before each renaming and removal in turn; every change of a first save is in tests/faults."""

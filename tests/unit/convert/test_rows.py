@@ -96,6 +96,7 @@ def test_adapters_and_data_of_trl() -> None:
     """With its defaults; what it ignores without ``use_peft`` is ignored."""
     given = {"use_peft": True, "lora_r": 8, "load_in_4bit": True, "dataset_name": "trl-lib/Capybara"}
     given |= {"dataset_config": "small", "assistant_only_loss": True, "torch_dtype": "bfloat16"}
+    given["lora_task_type"] = "CAUSAL_LM"
     found = convert("hf-trainer", given, 1)
     assert not found.differs
     lora = {"r": 8, "alpha": 32, "dropout": 0.05, "target_modules": None, "quantize": "nf4"}
@@ -114,6 +115,7 @@ def test_adapters_and_data_of_trl() -> None:
     assert "lora" not in whole.recipe["model"]
     assert not whole.differs
     assert convert("hf-trainer", {"load_in_4bit": True}, 1).differs
+    assert convert("hf-trainer", {**given, "lora_task_type": "SEQ_CLS"}, 1).differs
     # weights of 16 bits, which Accelerate upcasts under FSDP
     for more, precision in (({}, "low_precision"), ({"fsdp": "full_shard"}, {"mode": "mixed", "reduce_dtype": "bf16"})):
         whole = convert("hf-trainer", {**base, **more, "torch_dtype": "bfloat16"}, 2)

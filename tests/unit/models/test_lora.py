@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import warnings
+from pathlib import Path
 
 import peft
 import pytest
@@ -16,7 +17,7 @@ from lit_fsdp.config.model import LoraConfig
 from lit_fsdp.config.sections import build
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.models.build import build_on_meta, freeze_parameters
-from lit_fsdp.models.lora import LoraWeights, apply_lora, apply_saved_lora, base_name
+from lit_fsdp.models.lora import LoraWeights, apply_lora, apply_saved_lora, base_name, check_saved_lora
 from lit_fsdp.models.quantize import apply_nf4
 from lit_fsdp.models.special_layers import bypassed_layers
 from lit_fsdp.parallel.units import quantized_layers
@@ -93,6 +94,30 @@ def test_names_that_cannot_be_meant_are_refused(tiny):
     for pattern, text in (("model.embed_token.*", "such as model.embed_tokens.weight"), ("*", "trainable parameters")):
         with pytest.raises(ConfigError, match=text):
             freeze_parameters(build_on_meta(tiny("llama")), [pattern])
+
+
+def test_adapters_of_peft_that_would_be_another_model_are_refused():
+    """Those that peft_args refuses, too; what is off, or unknown and off, is not."""
+    path = Path("adapter/adapter_config.json")
+    for more, name, fix in (
+        ({"init_lora_weights": "pissa"}, "init_lora_weights", "path_initial_model_for_weight_conversion"),
+        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights", "path_initial_model_for_weight_conversion"),
+        ({"init_lora_weights": "olora"}, "init_lora_weights", "path_initial_model_for_weight_conversion"),
+        ({"lora_bias": True}, "lora_bias", "merge the adapter with peft first"),
+        ({"layer_replication": [[0, 2], [1, 3]]}, "layer_replication", "merge the adapter with peft first"),
+        ({"alora_invocation_tokens": [3]}, "alora_invocation_tokens", "merge the adapter with peft first"),
+        ({"trainable_token_indices": [1]}, "trainable_token_indices", "merge the adapter with peft first"),
+        ({"bias": "lora_only"}, "bias", "merge the adapter with peft first"),
+        ({"use_another_scale": True}, "use_another_scale", "merge the adapter with peft first"),
+    ):
+        with pytest.raises(ConfigError, match=fix) as error:
+            check_saved_lora({**peft.LoraConfig().to_dict(), **more}, path)
+        assert error.value.field == f"{path}: {name}"
+    for init in (True, False, "gaussian"):
+        of_newer = {"init_lora_weights": init, "use_another_scale": False}
+        patterns = {"rank_pattern": {"q_proj": 2}, "exclude_modules": ["k_proj"], "layers_to_transform": [0]}
+        own = {"r": 4, "use_dora": True, "use_rslora": True, "modules_to_save": ["norm"], "fan_in_fan_out": True}
+        check_saved_lora({**peft.LoraConfig(task_type="CAUSAL_LM").to_dict(), **of_newer, **patterns, **own}, path)
 
 
 def test_arguments_of_peft_choose_the_layers_that_peft_itself_chooses(tiny):

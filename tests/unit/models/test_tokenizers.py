@@ -100,7 +100,7 @@ def test_a_token_without_an_embedding_refuses_the_rows_that_hold_it(saved, tmp_p
 
 
 def test_generation_stops_where_the_template_ends_a_turn(tiny):
-    source, model = ModelSource(tiny("llama", vocab_size=400), None, None), SimpleNamespace()
+    source, model = ModelSource(tiny("llama", vocab_size=400), None, None), torch.nn.Module()
     tokenizer = miniature_tokenizer()
     for given, kept in ((314, [314, 316]), ([314, 316], [314, 316]), (None, 316), (316, 316), (314, 314)):
         if kept == 314:
