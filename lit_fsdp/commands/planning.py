@@ -181,7 +181,8 @@ def run_plan(argv: Sequence[str]) -> int:
     if gib is not None:
         room, rows = found.room(gib), search.largest_rows(run, gib)
         verdict = f"micro-batch {run.data.micro_batch_size} {_verdict(found, gib)}"
-        lines += [f"{verdict}; largest micro-batch that fits: {rows or 'none'}", ""]
+        lines += [f"{verdict}; largest micro-batch that fits: {rows or 'none'}"]
+        lines += ["add --savings for options that save memory, in the order to try them"] * (room < 0) + [""]
         best, tried = search.recommend(run, gib, gpu, options.search, host_gib)
         record |= {"fits": room >= 0, "largest_micro_batch": rows, "tried": tried, "recommended": best}
         if options.search:
@@ -218,8 +219,8 @@ def _too_large(tried: Mapping[str, Any], host_gib: float) -> str:
 
     host = tried["host"] / 2**30
     if host > host_gib * HOST_USABLE:
-        return f"does not fit: {tried['choice']}: {host:.0f} GiB of host memory per node"
-    return f"does not fit: {tried['choice']}: at least {(tried['peak'] + OVERHEAD_BYTES) / 2**30:.1f} GiB per GPU"
+        return f"another choice does not fit: {tried['choice']}: {host:.0f} GiB of host memory per node"
+    return f"another choice does not fit: {tried['choice']}: at least {(tried['peak'] + OVERHEAD_BYTES) / 2**30:.1f} GiB per GPU"
 
 
 def _verdict(found: Any, gib: float) -> str:

@@ -182,7 +182,8 @@ def _facts(run: RunFiles) -> dict[str, str]:
         facts[f"sample at step {step}"] = f"{prompt[-_MOST_SHOWN:]} → {got[:_MOST_SHOWN]}"
     if audit:
         copies = audit["replicate_degree"]
-        ranks = f"{audit['shard_degree'] * copies} ranks" + (f", {copies} copies" if copies > 1 else "")
+        number = audit["shard_degree"] * copies
+        ranks = f"{number} rank{'s' if number != 1 else ''}" + (f", {copies} copies" if copies > 1 else "")
         facts["engine"] = f"{audit['engine']}, {audit['sharding']}, {ranks}"
         words = [str(model[key]) for key in ("name", "class_path") if model.get(key)]
         words += ["miniature with random weights"] if model.get("miniature") else []

@@ -257,6 +257,7 @@ def test_the_recipe_or_nothing_fits(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert run_plan([*small, "--memory", "1"]) == 1
     out = capsys.readouterr().out
     assert "nothing fits into 1 GiB" in out
+    assert "add --savings for options" in out
     assert re.search(
         r"micro-batch \d+ does not fit into 1 GiB \(97% of it usable\): exceeds it by \d.* GiB; .* fits: none", out
     )
@@ -264,10 +265,11 @@ def test_the_recipe_or_nothing_fits(tmp_path: Path, capsys: pytest.CaptureFixtur
     out = capsys.readouterr().out
     assert re.search(r"micro-batch 8 fits into 24 GiB .*; largest micro-batch that fits: \d+\n", out), out
     assert "add --search for all choices" in out
+    assert "--savings" not in out
     assert run_plan([*small, "--memory", "3"]) == 1  # the recommended one would, with offload
     out = capsys.readouterr().out
     assert re.search(r"recommended: .*cpu_offload, micro-batch 4, \d+ GiB of host memory per node\n", out)
-    assert re.search(r"does not fit: single: at least \d+\.\d GiB per GPU\n", out)
+    assert re.search(r"another choice does not fit: single: at least \d+\.\d GiB per GPU\n", out)
     written = tmp_path / "lighter.yaml"
     assert run_plan([*small, "--memory", "3", "--write", str(written)]) == 0
     capsys.readouterr()
@@ -275,7 +277,8 @@ def test_the_recipe_or_nothing_fits(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert re.search(r"micro-batch 4 fits into 3 GiB", capsys.readouterr().out)
     assert run_plan([*small, "--memory", "3", "--host-memory", "2", "--write", str(tmp_path / "none.yaml")]) == 1
     assert not (tmp_path / "none.yaml").exists()
-    assert re.search(r"does not fit: fsdp2.*cpu_offload: \d+ GiB of host memory per node\n", capsys.readouterr().out)
+    out = capsys.readouterr().out
+    assert re.search(r"another choice does not fit: fsdp2.*cpu_offload: \d+ GiB of host memory per node\n", out)
     assert run_plan([*small, "--memory", "1", "--savings"]) == 0
     out = capsys.readouterr().out
     assert "; it does not fit into 1 GiB" in out
