@@ -220,7 +220,8 @@ def _too_large(tried: Mapping[str, Any], host_gib: float) -> str:
     host = tried["host"] / 2**30
     if host > host_gib * HOST_USABLE:
         return f"another choice does not fit: {tried['choice']}: {host:.0f} GiB of host memory per node"
-    return f"another choice does not fit: {tried['choice']}: at least {(tried['peak'] + OVERHEAD_BYTES) / 2**30:.1f} GiB per GPU"
+    least = (tried["peak"] + OVERHEAD_BYTES) / 2**30
+    return f"another choice does not fit: {tried['choice']}: at least {least:.1f} GiB per GPU"
 
 
 def _verdict(found: Any, gib: float) -> str:
