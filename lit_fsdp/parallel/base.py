@@ -43,7 +43,14 @@ from lit_fsdp.parallel.activation import prepare_blocks, recompute_by_unit, reco
 from lit_fsdp.parallel.alike import check_alike, kinds_of, options_of, tensors_of
 from lit_fsdp.parallel.debug import write_rank
 from lit_fsdp.parallel.expert_units import check_experts, divide_experts
-from lit_fsdp.parallel.foreign import ForeignParts, check_callbacks, check_finders, check_unsharded
+from lit_fsdp.parallel.foreign import (
+    ForeignParts,
+    attributes_of,
+    check_callbacks,
+    check_finders,
+    check_unsharded,
+    restore_attributes,
+)
 from lit_fsdp.parallel.forward import RedirectedForward
 from lit_fsdp.parallel.grads import GuardedSteps
 from lit_fsdp.parallel.materialize import Materializer, Reader, reset_parameters_reader
@@ -105,6 +112,7 @@ class EngineStrategy(ForeignParts):
         self._root = None
         self._owner: Any = None
         self._ties = {}
+        self._attributes: dict[str, tuple[type, dict[str, Any]]] = {}
         self.plan: UnitPlan | None = None
         self.audit: dict[str, Any] = {}
         self.contract = DtypeContract(config)
@@ -277,6 +285,7 @@ class EngineStrategy(ForeignParts):
                 self._setup_module(module, is_ours)
             self._owner = module
         self._to_device(module)
+        restore_attributes(module, self._attributes)  # moves make new DTensors, too
         self.reshard()
         self.model = self._root
         self.barrier()  # type: ignore[attr-defined]
@@ -314,6 +323,7 @@ class EngineStrategy(ForeignParts):
         if not manual:  # torch shards dim 0, which scalars lack, and DDP skips parameters that are frozen by now
             params = module.parameters()
             self.replicated = [p for p in params if not (p.dim() if config.is_sharded else p.requires_grad)]
+        self._attributes = attributes_of(module)
         self._root = self._shard(module, plan, materializer)
         if config.is_sharded:
             module.forward = RedirectedForward(self, module)
@@ -390,7 +400,7 @@ class EngineStrategy(ForeignParts):
         allowed = f"{sharded_with}, the values with which another Trainer sharded this module"
         fix = "create a new module and load a checkpoint with lit_fsdp.load_weights(module, path)"
         require(not given, self.path, given, allowed, fix)
-        for name in ("plan", "audit", "mesh", "replicated", "_root", "_ties", "_used", "_noted"):  # used by hooks
+        for name in "plan audit mesh replicated _root _attributes _ties _used _noted".split():  # used by hooks
             setattr(self, name, getattr(before, name))
         self._plugin.autocast, redirected.strategy = before._plugin.autocast, self
         self.contract.frozen, self.contract.packed = before.contract.frozen, before.contract.packed

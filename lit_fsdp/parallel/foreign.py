@@ -25,7 +25,7 @@ from lit_fsdp.parallel.alike import check_alike, ending_together
 from lit_fsdp.parallel.checkpointing import check_packed_state
 from lit_fsdp.parallel.precision import TORCH_DTYPES, cast_inputs
 from lit_fsdp.parallel.trial import refusal_of
-from lit_fsdp.parallel.units import UnitPlan, units_already_wrapped
+from lit_fsdp.parallel.units import UnitPlan, clean_name, units_already_wrapped
 from lit_fsdp.parallel.watching import WatchedSteps
 
 _log = logging.getLogger(__name__)
@@ -72,6 +72,25 @@ def check_unsharded(module: Any, config: StrategyConfig, num_axes: int, path: st
     name = next((n for n, p in found if id(p) not in inside or p.device_mesh.ndim != num_axes), None)
     given, allowed = f"the DTensor {name}, for example from a tp_plan", "plain parameters; the strategy shards them"
     require(name is None, type(module).__name__, given, allowed, "remove tp_plan, parallelize_module or similar")
+
+
+def attributes_of(module: nn.Module) -> dict[str, tuple[type, dict[str, Any]]]:
+    """Class and attributes of each parameter by name, which new parameters of a sharded module would lack."""
+    return {clean_name(name): (type(param), dict(vars(param))) for name, param in module.named_parameters()}
+
+
+def restore_attributes(module: nn.Module, before: dict[str, tuple[type, dict[str, Any]]]) -> None:
+    """Give parameters the attributes of :func:`attributes_of`; warns if a class of its own is lost."""
+    lost = []
+    for name, param in module.named_parameters():
+        kind, attributes = before.get(clean_name(name), (nn.Parameter, {}))
+        for attribute in attributes.keys() - vars(param).keys():
+            setattr(param, attribute, attributes[attribute])
+        if issubclass(kind, nn.Parameter) and kind is not nn.Parameter and type(param) is not kind:
+            lost.append(f"{clean_name(name)} is no longer a {kind.__name__}")
+    if lost and dist.get_rank() == 0:
+        text = "sharding makes new parameters: %s; mark parameters by an attribute instead, which is kept"
+        _log.warning(text, " and ".join([*lost[:2], *([f"{len(lost) - 2} more"] if lost[2:] else [])]))
 
 
 class ForeignParts(WatchedSteps):

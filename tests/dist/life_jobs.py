@@ -206,10 +206,15 @@ class Shrinks(ForeignNetWithValidation):
 
 
 class Chosen(ForeignNetWithValidation):
-    """An optimizer of a part of what is trained."""
+    """An optimizer of a part of what is trained, which attributes of the parameters mark."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for param in (self.scale, *self.head.parameters(), self.layers[1][0].weight):
+            param.is_chosen = True
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW([self.scale, *self.head.parameters()], lr=1e-2)
+        return torch.optim.AdamW([p for p in self.parameters() if hasattr(p, "is_chosen")], lr=1e-2)
 
 
 class Averaged(ForeignNetWithValidation):

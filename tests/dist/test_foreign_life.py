@@ -29,6 +29,7 @@ LIVES: dict[str, dict[str, Any]] = {
     "a search for a learning rate, which saves before the first step": {"module": "Tuned"},
     "dtypes of its own": {"module": "OwnReduction"},
     "two optimizers and two backward passes": {"module": "Gan"},
+    "attributes of parameters": {"module": "Chosen", "calls": ["fit", "fit"]},
     "weights changed between steps": {"module": "Shrinks", "calls": ["fit", "fit"], "validates": True},
 }
 _DDP_TOO = ("ForeignNetWithValidation", "Tuned", "Unused", "Thawed", "OwnReduction")

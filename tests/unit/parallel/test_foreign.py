@@ -1,0 +1,33 @@
+"""What parameters of foreign modules keep."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from lit_fsdp.parallel import foreign
+
+
+class Prior(nn.Parameter):
+    """A class by which somebody finds parameters."""
+
+
+def test_parameters_keep_attributes_and_a_lost_class_is_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(foreign.dist, "get_rank", lambda: 0)
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    net[0].weight.lr_mult, net[1].bias = 0.5, Prior(torch.zeros(2))
+    before = foreign.attributes_of(net)
+    foreign.restore_attributes(net, before)
+    assert not caplog.records
+    for layer in net:
+        layer.weight, layer.bias = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2))
+    net[0].weight.other = 1
+    foreign.restore_attributes(net, before)
+    assert vars(net[0].weight) == {"lr_mult": 0.5, "other": 1}
+    assert vars(net[0].bias) == vars(net[1].weight) == {}
+    assert [text.partition(";")[0] for text in caplog.messages] == [
+        "sharding makes new parameters: 1.bias is no longer a Prior"
+    ]
