@@ -47,7 +47,9 @@ from lit_fsdp.parallel.foreign import (
     ForeignParts,
     attributes_of,
     check_callbacks,
+    check_embeddings,
     check_finders,
+    check_hooks,
     check_unsharded,
     restore_attributes,
 )
@@ -304,6 +306,10 @@ class EngineStrategy(ForeignParts):
         # FSDP1's own units have this rank's shards
         check_alike("comparing parameters", tensors_of(module, not manual or config.engine != "fsdp1"))
         check_unsharded(module, config, self.mesh.ndim, self.path)
+        if config.is_sharded:
+            check_hooks(module)
+        if config.is_sharded or self.world_size > 1:
+            check_embeddings(module)
         if self._layer_sync is not None:
             self._layer_sync.apply(module)
             self._layer_sync = None  # else Lightning would replace layers of the sharded model at the end
@@ -422,6 +428,8 @@ class EngineStrategy(ForeignParts):
         numbers = {"train": "num_training_batches", "test": "num_test_batches", "predict": "num_predict_batches"}
         of = numbers.get(trainer.state.stage.value, "num_val_batches")
         if trainer.training:
+            if self.config.is_sharded:
+                check_hooks(module)  # those of on_fit_start and configure_optimizers
             options = options_of(self.optimizers, self.lr_scheduler_configs)
             check_alike("comparing the ranks", tensors_of(module, is_whole=False) | options)
         # ranks with more batches than others would wait for them forever

@@ -74,6 +74,26 @@ def check_unsharded(module: Any, config: StrategyConfig, num_axes: int, path: st
     require(name is None, type(module).__name__, given, allowed, "remove tp_plan, parallelize_module or similar")
 
 
+def check_hooks(module: nn.Module) -> None:
+    """Refuse hooks on parameters that no engine would call, because backward passes see gathered tensors."""
+    for name, param in module.named_parameters():
+        later = None if isinstance(param, DTensor) else param._post_accumulate_grad_hooks  # fsdp2 calls those of shards
+        hooks = [*(param._backward_hooks or {}).values(), *(later or {}).values()]
+        foreign = [hook for hook in hooks if not str(getattr(hook, "__module__", "")).startswith("lit_fsdp.")]
+        given = f"a hook on the parameter {clean_name(name)}, which sharded parameters do not call"
+        fix = "change gradients in on_after_backward or on_before_optimizer_step, where a rank has its shards"
+        require(not foreign, type(module).__name__, given, "no such hooks, or engine: ddp", fix)
+
+
+def check_embeddings(module: nn.Module) -> None:
+    """Refuse embeddings whose forward changes their weights, which are gathered copies or differ between ranks."""
+    for name, child in module.named_modules():
+        fits = not isinstance(child, (nn.Embedding, nn.EmbeddingBag)) or child.max_norm is None
+        given = f"max_norm of the embedding {clean_name(name)}, whose forward changes the weights of one rank"
+        fix = "leave max_norm out and scale the weights in on_train_batch_end"
+        require(fits, type(module).__name__, given, "max_norm=None, or engine: single", fix)
+
+
 def attributes_of(module: nn.Module) -> dict[str, tuple[type, dict[str, Any]]]:
     """Class and attributes of each parameter by name, which new parameters of a sharded module would lack."""
     return {clean_name(name): (type(param), dict(vars(param))) for name, param in module.named_parameters()}

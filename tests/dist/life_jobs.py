@@ -321,6 +321,30 @@ class Detached(ForeignNetWithValidation):
         return self.early
 
 
+class Hooked(ForeignNetWithValidation):
+    """Changes gradients by hooks of a parameter, from the beginning or once it is sharded."""
+
+    def __init__(self, hook: str = "register_hook", when: str = "init") -> None:
+        super().__init__()
+        self.hook, self.when = hook, when
+        self._add("init")
+
+    def _add(self, when: str) -> None:
+        if when == self.when:
+            getattr(self.head.weight, self.hook)(lambda _: None)
+
+    def on_fit_start(self) -> None:
+        self._add("fit")
+
+
+class Limited(ForeignNetWithValidation):
+    """An embedding that changes its weights when it is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.EmbeddingBag(4, 12, max_norm=1.0)
+
+
 def _trainer(strategy: dict[str, Any] | None, *callbacks: Callback, **options: Any) -> Trainer:
     """Without a strategy plain Lightning in one process."""
     return trainer_for("auto" if strategy is None else strategy, callbacks, enable_checkpointing=False, **options)
@@ -407,9 +431,15 @@ def predicted(strategy: dict[str, Any], rows: int) -> list[float] | str:
     return torch.cat(found).flatten().tolist()
 
 
-def refused(module: str, strategy: dict[str, Any], again: dict[str, Any] | None = None, **options: Any) -> str:
+def refused(
+    module: str,
+    strategy: dict[str, Any],
+    again: dict[str, Any] | None = None,
+    arguments: dict[str, Any] | None = None,
+    **options: Any,
+) -> str:
     """What a ``fit`` is refused with; with ``again`` that of a second Trainer, whose strategy is the other one."""
-    net = globals()[module]()
+    net = globals()[module](**(arguments or {}))
     try:
         for chosen in filter(None, (strategy, again)):
             _trainer(chosen, fast_dev_run=True, **options).fit(net, loader([0]))

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from lit_fsdp.errors import ConfigError
 from lit_fsdp.parallel import foreign
 
 
@@ -31,3 +32,21 @@ def test_parameters_keep_attributes_and_a_lost_class_is_named(
     assert [text.partition(";")[0] for text in caplog.messages] == [
         "sharding makes new parameters: 1.bias is no longer a Prior"
     ]
+
+
+@pytest.mark.parametrize("name", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_on_parameters_are_refused_until_they_are_removed(name: str) -> None:
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    hook = getattr(net[1].bias, name)(lambda _: None)
+    with pytest.raises(ConfigError, match=r"Sequential: got a hook on the parameter 1\.bias"):
+        foreign.check_hooks(net)
+    hook.remove()
+    foreign.check_hooks(net)
+    assert not net[1].bias._backward_hooks
+
+
+def test_embeddings_that_change_their_weights_are_refused() -> None:
+    foreign.check_embeddings(nn.Sequential(nn.Embedding(2, 2), nn.EmbeddingBag(2, 2)))
+    for cls in (nn.Embedding, nn.EmbeddingBag):
+        with pytest.raises(ConfigError, match="max_norm of the embedding 0, whose forward"):
+            foreign.check_embeddings(nn.Sequential(cls(2, 2, max_norm=1.0)))
