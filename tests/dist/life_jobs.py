@@ -345,6 +345,35 @@ class Limited(ForeignNetWithValidation):
         self.embedding = nn.EmbeddingBag(4, 12, max_norm=1.0)
 
 
+class Forces(ForeignNetWithValidation):
+    """Differentiates its output in the step, as models of molecules do."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x = batch[0].requires_grad_()
+        (forces,) = torch.autograd.grad(self(x).sum(), x, create_graph=True)
+        return forces.square().mean()
+
+
+class Clamped(nn.Sequential):
+    """Changes a weight when it is called."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self[0].bias.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
+class Writes(ForeignNetWithValidation):
+    """Changes a weight in the forward of a block, or of the whole module."""
+
+    def __init__(self, block: bool) -> None:
+        super().__init__()
+        if block:
+            self.layers[1] = Clamped(*self.layers[1])
+        else:
+            self.head = Clamped(self.head)
+
+
 def _trainer(strategy: dict[str, Any] | None, *callbacks: Callback, **options: Any) -> Trainer:
     """Without a strategy plain Lightning in one process."""
     return trainer_for("auto" if strategy is None else strategy, callbacks, enable_checkpointing=False, **options)

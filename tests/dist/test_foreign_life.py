@@ -74,6 +74,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     *(("OwnReduction", {"engine": e, "contract": "error"}, f"{NOT_ALLOWED}reductions: all_reduce") for e in ENGINES),
     ("OwnState", {"contract": "error"}, f"{NOT_ALLOWED}optimizer state after the first step"),
     *(("Hooked", {"engine": e}, HOOK) for e in ENGINES[:2]),
+    *(("Forces", {"engine": e}, "ContractError: a step calls torch.autograd.grad or ba") for e in ENGINES[:2]),
     *(("Limited", {"engine": e}, "ConfigError: Limited: got max_norm of the embedding embedding") for e in ENGINES),
 ]
 
@@ -121,6 +122,11 @@ def test_what_is_refused() -> None:
     ]
     *refused, called = on_ranks_each("refused", 2, late, module="Hooked")
     assert all(text.startswith(HOOK) for text in itertools.chain(*refused)), refused
+    writes = [{"arguments": {"block": block}, "strategy": {"precision": "mixed"}} for block in (True, False)]
+    names = ("layers.1.0.bias", "head.0.bias")
+    for found, name in zip(on_ranks_each("refused", 2, writes, module="Writes"), names, strict=True):
+        words = f"ContractError: the forward pass changes the parameter {name} in place, which fsdp2 would lose"
+        assert all(text.startswith(words) for text in found), found
     assert called == ["nothing"] * 2  # torch calls these hooks with the shards
     again = {"precision": "mixed", "state_dict": "full"}
     for text in on_ranks("refused", 2, module="Conv", strategy={"precision": "fp32"}, again=again):
