@@ -199,7 +199,7 @@ class ForeignParts(WatchedSteps):
         """Warn about averaging callbacks of Lightning that still have the initial weights."""
         for callback in self.lightning_module.trainer.callbacks:
             average = getattr(callback, "_average_model", None)
-            if average is not None and not average.n_averaged:
+            if average is not None and not getattr(average, "n_averaged", True):  # that of SWA is a plain module
                 text = "%s has not averaged yet: the model and its checkpoints have the initial weights; "
                 text += "the weights of the last step are current_model_state of a checkpoint"
                 _log.warning(text, type(callback).__name__)
