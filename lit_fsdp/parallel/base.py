@@ -161,7 +161,7 @@ class EngineStrategy(ForeignParts):
         mesh_shape(config, self.num_nodes, self.num_nodes * self.num_processes, self.path)
         check_device(config, self.root_device.type, self.path)
         check_finders(trainer.callbacks, module)
-        check_callbacks(config, trainer, verb)
+        check_callbacks(config, trainer, verb, is_ours=hasattr(module, "read_tensor"))
         if config.context_config.degree > 1:
             self._check_context(module)
         if config.expert_parallel > 1 and (model := self._transformer(module)) is not None:

@@ -43,11 +43,16 @@ def check_finders(callbacks: Iterable[Any], module: Any) -> None:
     require(not is_ours or given not in found, "trainer.callbacks", given, "an explicit learning rate", fix)
 
 
-def check_callbacks(config: StrategyConfig, trainer: Any, verb: str) -> None:
-    """Refuse Lightning callbacks that need whole weights, or that start averaging after the last step."""
-    for callback in trainer.callbacks if config.is_sharded else ():
+def check_callbacks(config: StrategyConfig, trainer: Any, verb: str, is_ours: bool) -> None:
+    """Refuse Lightning callbacks that need whole weights, or that start averaging after the last step.
+
+    During their setup, modules of ours (``is_ours``) have no weights yet, whatever the engine.
+    """
+    for callback in trainer.callbacks if config.is_sharded or is_ours else ():
         name = next((cls.__name__ for cls in type(callback).__mro__ if cls.__name__ in _WHOLE_WEIGHTS), "")
         given, allowed = f"{name} with engine {config.engine}", "callbacks that work on shards, or ddp or single"
+        if is_ours:
+            given, allowed = f"{name}, which copies or changes weights before they are loaded", "other callbacks"
         ours = "{class_path: lit_fsdp.EMAWeights, init_args: {decay: 0.999}}, in Python lit_fsdp.EMAWeights(0.999)"
         require(not name, "trainer.callbacks", given, allowed, f"in a recipe {ours}" if "Averaging" in name else "")
     for callback in trainer.callbacks if verb == "fit" and trainer.max_steps > 0 else ():

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from lightning.pytorch import callbacks as lightnings
 from torch import nn
 
+from lit_fsdp.config.strategy import StrategyConfig
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.parallel import foreign
 
@@ -50,3 +54,15 @@ def test_embeddings_that_change_their_weights_are_refused() -> None:
     for cls in (nn.Embedding, nn.EmbeddingBag):
         with pytest.raises(ConfigError, match="max_norm of the embedding 0, whose forward"):
             foreign.check_embeddings(nn.Sequential(cls(2, 2, max_norm=1.0)))
+
+
+@pytest.mark.parametrize("engine", ["ddp", "single"])
+def test_callbacks_that_copy_a_module_of_ours_before_it_has_weights_are_refused(engine: str) -> None:
+    config = StrategyConfig(engine=engine)
+    pruning = lightnings.ModelPruning("l1_unstructured")
+    for callback in (lightnings.EMAWeightAveraging(), lightnings.StochasticWeightAveraging(swa_lrs=0.1), pruning):
+        trainer = SimpleNamespace(callbacks=[callback], max_steps=-1)
+        foreign.check_callbacks(config, trainer, "fit", is_ours=False)
+        with pytest.raises(ConfigError, match=f"{type(callback).__name__}, which copies or changes") as error:
+            foreign.check_callbacks(config, trainer, "fit", is_ours=True)
+        assert ("lit_fsdp.EMAWeights" in str(error.value)) == (callback is not pruning)
