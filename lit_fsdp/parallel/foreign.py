@@ -101,7 +101,11 @@ def check_embeddings(module: nn.Module) -> None:
 
 def attributes_of(module: nn.Module) -> dict[str, tuple[type, dict[str, Any]]]:
     """Class and attributes of each parameter by name, which new parameters of a sharded module would lack."""
-    return {clean_name(name): (type(param), dict(vars(param))) for name, param in module.named_parameters()}
+    found: dict[str, tuple[type, dict[str, Any]]] = {}
+    for name, param in module.named_parameters():
+        is_plain = issubclass(type(param), (nn.Parameter, DTensor))  # attributes of other subclasses can be the data
+        found[clean_name(name)] = type(param), dict(vars(param)) if is_plain else {}
+    return found
 
 
 def restore_attributes(module: nn.Module, before: dict[str, tuple[type, dict[str, Any]]]) -> None:
