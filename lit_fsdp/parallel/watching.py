@@ -41,6 +41,7 @@ class WatchedSteps(Checkpoints):
         def hook(module: nn.Module, args: Any) -> None:  # fsdp2 keeps the gathered tensors, fsdp1 makes new ones
             named = [(f"{n}.{a}" if n else a, p) for n, owner in owners for a, p in owner._parameters.items()]
             gathered = [(name, p) for name, p in named if p is not None and not isinstance(p, DTensor)]
+            versions.clear()  # a recomputed forward can end before its hook
             if self.contract.watching:
                 split = [(name, p) for name, p in gathered if p.dim()]
                 self.contract.check_parameters("gathered parameters in the forward", split, dtype)
