@@ -43,7 +43,16 @@ from lit_fsdp.parallel.activation import prepare_blocks, recompute_by_unit, reco
 from lit_fsdp.parallel.alike import check_alike, kinds_of, options_of, tensors_of
 from lit_fsdp.parallel.debug import write_rank
 from lit_fsdp.parallel.expert_units import check_experts, divide_experts
-from lit_fsdp.parallel.foreign import ForeignParts, check_callbacks, check_finders, check_unsharded
+from lit_fsdp.parallel.foreign import (
+    ForeignParts,
+    attributes_of,
+    check_callbacks,
+    check_embeddings,
+    check_finders,
+    check_hooks,
+    check_unsharded,
+    restore_attributes,
+)
 from lit_fsdp.parallel.forward import RedirectedForward
 from lit_fsdp.parallel.grads import GuardedSteps
 from lit_fsdp.parallel.materialize import Materializer, Reader, reset_parameters_reader
@@ -105,6 +114,7 @@ class EngineStrategy(ForeignParts):
         self._root = None
         self._owner: Any = None
         self._ties = {}
+        self._attributes: dict[str, tuple[type, dict[str, Any]]] = {}
         self.plan: UnitPlan | None = None
         self.audit: dict[str, Any] = {}
         self.contract = DtypeContract(config)
@@ -151,7 +161,7 @@ class EngineStrategy(ForeignParts):
         mesh_shape(config, self.num_nodes, self.num_nodes * self.num_processes, self.path)
         check_device(config, self.root_device.type, self.path)
         check_finders(trainer.callbacks, module)
-        check_callbacks(config, trainer, verb)
+        check_callbacks(config, trainer, verb, is_ours=hasattr(module, "read_tensor"))
         if config.context_config.degree > 1:
             self._check_context(module)
         if config.expert_parallel > 1 and (model := self._transformer(module)) is not None:
@@ -277,6 +287,7 @@ class EngineStrategy(ForeignParts):
                 self._setup_module(module, is_ours)
             self._owner = module
         self._to_device(module)
+        restore_attributes(module, self._attributes)  # moves make new DTensors, too
         self.reshard()
         self.model = self._root
         self.barrier()  # type: ignore[attr-defined]
@@ -295,6 +306,10 @@ class EngineStrategy(ForeignParts):
         # FSDP1's own units have this rank's shards
         check_alike("comparing parameters", tensors_of(module, not manual or config.engine != "fsdp1"))
         check_unsharded(module, config, self.mesh.ndim, self.path)
+        if config.is_sharded:
+            check_hooks(module)
+        if config.is_sharded or self.world_size > 1:
+            check_embeddings(module)
         if self._layer_sync is not None:
             self._layer_sync.apply(module)
             self._layer_sync = None  # else Lightning would replace layers of the sharded model at the end
@@ -315,6 +330,7 @@ class EngineStrategy(ForeignParts):
         if not manual:  # torch shards dim 0, which scalars lack, and DDP skips parameters that are frozen by now
             params = module.parameters()
             self.replicated = [p for p in params if not (p.dim() if config.is_sharded else p.requires_grad)]
+        self._attributes = attributes_of(module)
         self._root = self._shard(module, plan, materializer)
         if config.is_sharded:
             module.forward = RedirectedForward(self, module)
@@ -391,7 +407,7 @@ class EngineStrategy(ForeignParts):
         allowed = f"{sharded_with}, the values with which another Trainer sharded this module"
         fix = "create a new module and load a checkpoint with lit_fsdp.load_weights(module, path)"
         require(not given, self.path, given, allowed, fix)
-        for name in ("plan", "audit", "mesh", "replicated", "_root", "_ties", "_used", "_noted"):  # used by hooks
+        for name in "plan audit mesh replicated _root _attributes _ties _used _noted".split():  # used by hooks
             setattr(self, name, getattr(before, name))
         self._plugin.autocast, redirected.strategy = before._plugin.autocast, self
         self.contract.frozen, self.contract.packed = before.contract.frozen, before.contract.packed
@@ -413,6 +429,8 @@ class EngineStrategy(ForeignParts):
         numbers = {"train": "num_training_batches", "test": "num_test_batches", "predict": "num_predict_batches"}
         of = numbers.get(trainer.state.stage.value, "num_val_batches")
         if trainer.training:
+            if self.config.is_sharded:
+                check_hooks(module)  # those of on_fit_start and configure_optimizers
             options = options_of(self.optimizers, self.lr_scheduler_configs)
             check_alike("comparing the ranks", tensors_of(module, is_whole=False) | options)
         # ranks with more batches than others would wait for them forever

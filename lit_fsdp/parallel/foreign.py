@@ -25,7 +25,7 @@ from lit_fsdp.parallel.alike import check_alike, ending_together
 from lit_fsdp.parallel.checkpointing import check_packed_state
 from lit_fsdp.parallel.precision import TORCH_DTYPES, cast_inputs
 from lit_fsdp.parallel.trial import refusal_of
-from lit_fsdp.parallel.units import UnitPlan, units_already_wrapped
+from lit_fsdp.parallel.units import UnitPlan, clean_name, units_already_wrapped
 from lit_fsdp.parallel.watching import WatchedSteps
 
 _log = logging.getLogger(__name__)
@@ -43,11 +43,16 @@ def check_finders(callbacks: Iterable[Any], module: Any) -> None:
     require(not is_ours or given not in found, "trainer.callbacks", given, "an explicit learning rate", fix)
 
 
-def check_callbacks(config: StrategyConfig, trainer: Any, verb: str) -> None:
-    """Refuse Lightning callbacks that need whole weights, or that start averaging after the last step."""
-    for callback in trainer.callbacks if config.is_sharded else ():
+def check_callbacks(config: StrategyConfig, trainer: Any, verb: str, is_ours: bool) -> None:
+    """Refuse Lightning callbacks that need whole weights, or that start averaging after the last step.
+
+    During their setup, modules of ours (``is_ours``) have no weights yet, whatever the engine.
+    """
+    for callback in trainer.callbacks if config.is_sharded or is_ours else ():
         name = next((cls.__name__ for cls in type(callback).__mro__ if cls.__name__ in _WHOLE_WEIGHTS), "")
         given, allowed = f"{name} with engine {config.engine}", "callbacks that work on shards, or ddp or single"
+        if is_ours:
+            given, allowed = f"{name}, which copies or changes weights before they are loaded", "other callbacks"
         ours = "{class_path: lit_fsdp.EMAWeights, init_args: {decay: 0.999}}, in Python lit_fsdp.EMAWeights(0.999)"
         require(not name, "trainer.callbacks", given, allowed, f"in a recipe {ours}" if "Averaging" in name else "")
     for callback in trainer.callbacks if verb == "fit" and trainer.max_steps > 0 else ():
@@ -72,6 +77,49 @@ def check_unsharded(module: Any, config: StrategyConfig, num_axes: int, path: st
     name = next((n for n, p in found if id(p) not in inside or p.device_mesh.ndim != num_axes), None)
     given, allowed = f"the DTensor {name}, for example from a tp_plan", "plain parameters; the strategy shards them"
     require(name is None, type(module).__name__, given, allowed, "remove tp_plan, parallelize_module or similar")
+
+
+def check_hooks(module: nn.Module) -> None:
+    """Refuse hooks on parameters that no engine would call, because backward passes see gathered tensors."""
+    for name, param in module.named_parameters():
+        later = None if isinstance(param, DTensor) else param._post_accumulate_grad_hooks  # fsdp2 calls those of shards
+        hooks = [*(param._backward_hooks or {}).values(), *(later or {}).values()]
+        foreign = [hook for hook in hooks if not str(getattr(hook, "__module__", "")).startswith("lit_fsdp.")]
+        given = f"a hook on the parameter {clean_name(name)}, which sharded parameters do not call"
+        fix = "change gradients in on_after_backward or on_before_optimizer_step, where a rank has its shards"
+        require(not foreign, type(module).__name__, given, "no such hooks, or engine: ddp", fix)
+
+
+def check_embeddings(module: nn.Module) -> None:
+    """Refuse embeddings whose forward changes their weights, which are gathered copies or differ between ranks."""
+    for name, child in module.named_modules():
+        fits = not isinstance(child, (nn.Embedding, nn.EmbeddingBag)) or child.max_norm is None
+        given = f"max_norm of the embedding {clean_name(name)}, whose forward changes the weights of one rank"
+        fix = "leave max_norm out and scale the weights in on_train_batch_end"
+        require(fits, type(module).__name__, given, "max_norm=None, or engine: single", fix)
+
+
+def attributes_of(module: nn.Module) -> dict[str, tuple[type, dict[str, Any]]]:
+    """Class and attributes of each parameter by name, which new parameters of a sharded module would lack."""
+    found: dict[str, tuple[type, dict[str, Any]]] = {}
+    for name, param in module.named_parameters():
+        is_plain = issubclass(type(param), (nn.Parameter, DTensor))  # attributes of other subclasses can be the data
+        found[clean_name(name)] = type(param), dict(vars(param)) if is_plain else {}
+    return found
+
+
+def restore_attributes(module: nn.Module, before: dict[str, tuple[type, dict[str, Any]]]) -> None:
+    """Give parameters the attributes of :func:`attributes_of`; warns if a class of its own is lost."""
+    lost = []
+    for name, param in module.named_parameters():
+        kind, attributes = before.get(clean_name(name), (nn.Parameter, {}))
+        for attribute in attributes.keys() - vars(param).keys():
+            setattr(param, attribute, attributes[attribute])
+        if issubclass(kind, nn.Parameter) and kind is not nn.Parameter and type(param) is not kind:
+            lost.append(f"{clean_name(name)} is no longer a {kind.__name__}")
+    if lost and dist.get_rank() == 0:
+        text = "sharding makes new parameters: %s; mark parameters by an attribute instead, which is kept"
+        _log.warning(text, " and ".join([*lost[:2], *([f"{len(lost) - 2} more"] if lost[2:] else [])]))
 
 
 class ForeignParts(WatchedSteps):
@@ -160,7 +208,7 @@ class ForeignParts(WatchedSteps):
         """Warn about averaging callbacks of Lightning that still have the initial weights."""
         for callback in self.lightning_module.trainer.callbacks:
             average = getattr(callback, "_average_model", None)
-            if average is not None and not average.n_averaged:
+            if average is not None and not getattr(average, "n_averaged", True):  # that of SWA is a plain module
                 text = "%s has not averaged yet: the model and its checkpoints have the initial weights; "
                 text += "the weights of the last step are current_model_state of a checkpoint"
                 _log.warning(text, type(callback).__name__)

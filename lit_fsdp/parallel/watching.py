@@ -9,17 +9,23 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from lit_fsdp.checkpoint.state import local_part
+from lit_fsdp.errors import ContractError
 from lit_fsdp.metrics.hardware import to_device
 from lit_fsdp.parallel.checkpointing import Checkpoints
 from lit_fsdp.parallel.precision import moments
+
+_OWN_BACKWARD = "use engine: ddp; or self.manual_backward(loss) in place of loss.backward() in manual optimization"
+_CHANGE_BETWEEN_STEPS = "change parameters in on_train_batch_start or on_train_batch_end, or use engine: ddp"
 
 
 class WatchedSteps(Checkpoints):
     """The part of :class:`lit_fsdp.parallel.base.EngineStrategy` that compares live steps with what was declared."""
 
     world_size: int
+    _in_backward = False  # of this class, as only one pass runs at a time and hooks outlive their strategy
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._names: dict[int, str] = {}  # names of the model's parameters by their id
@@ -28,14 +34,18 @@ class WatchedSteps(Checkpoints):
         super().__init__(*args, **kwargs)
 
     def _watch_unit(self, unit: nn.Module, owners: list[tuple[str, nn.Module]], dtype: str) -> None:
-        """Record which parameters of a unit (those of ``owners``) backward passes use, and check their first dtypes."""
+        """Record which parameters of a unit (those of ``owners``) backward passes use, and check its first step."""
+        is_fsdp2 = self.config.engine == "fsdp2"
+        versions: list[tuple[str, torch.Tensor, int]] = []  # of gathered tensors, which fsdp1 does not let change
 
         def hook(module: nn.Module, args: Any) -> None:  # fsdp2 keeps the gathered tensors, fsdp1 makes new ones
             named = [(f"{n}.{a}" if n else a, p) for n, owner in owners for a, p in owner._parameters.items()]
             gathered = [(name, p) for name, p in named if p is not None and not isinstance(p, DTensor)]
+            versions.clear()  # a recomputed forward can end before its hook
             if self.contract.watching:
                 split = [(name, p) for name, p in gathered if p.dim()]
                 self.contract.check_parameters("gathered parameters in the forward", split, dtype)
+                versions[:] = [(name, p, p._version) for name, p in split if is_fsdp2 and torch.is_grad_enabled()]
             for name, param in gathered:
                 if not param.requires_grad:
                     continue
@@ -49,7 +59,24 @@ class WatchedSteps(Checkpoints):
                     self._noted[id(param)] = param
                     param.register_post_accumulate_grad_hook(note)
 
+        def check(module: nn.Module, args: Any, output: Any) -> None:
+            for name, param, version in versions:
+                if param._version != version:
+                    text = f"the forward pass changes the parameter {name} in place, which fsdp2 would lose: it is a "
+                    raise ContractError(text + f"gathered copy of the shards\n  fix:     {_CHANGE_BETWEEN_STEPS}")
+            versions.clear()
+            for tensor in tree_leaves(output) if torch.is_grad_enabled() else ():
+                if torch.is_tensor(tensor) and tensor.requires_grad and not tensor.is_leaf:
+                    tensor.register_hook(self._check_backward)
+
         unit.register_forward_pre_hook(hook)
+        unit.register_forward_hook(check)
+
+    def _check_backward(self, _: torch.Tensor) -> None:
+        """Refuse a backward pass that a step runs itself: it frees gathered parameters and reduces gradients."""
+        if not self._in_backward:
+            text = "a step calls torch.autograd.grad or backward() through a unit, whose parameters "
+            raise ContractError(f"{text}{self.config.engine} frees after that pass\n  fix:     {_OWN_BACKWARD}")
 
     def _check_parameters(self, when: str, optimizers: Sequence[Any] = ()) -> None:
         named = list(self.lightning_module.named_parameters())
@@ -83,8 +110,12 @@ class WatchedSteps(Checkpoints):
 
     def backward(self, closure_loss: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Run the backward pass; until the first optimizer step, record the dtypes of reductions."""
-        with self.contract.watch_reductions():
-            return super().backward(closure_loss, *args, **kwargs)  # type: ignore[misc]
+        WatchedSteps._in_backward = True
+        try:
+            with self.contract.watch_reductions():
+                return super().backward(closure_loss, *args, **kwargs)  # type: ignore[misc]
+        finally:
+            WatchedSteps._in_backward = False
 
     def optimizer_step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Run the optimizer step; after the first one, check the dtypes of gradients and moments."""

@@ -206,10 +206,15 @@ class Shrinks(ForeignNetWithValidation):
 
 
 class Chosen(ForeignNetWithValidation):
-    """An optimizer of a part of what is trained."""
+    """An optimizer of a part of what is trained, which attributes of the parameters mark."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for param in (self.scale, *self.head.parameters(), self.layers[1][0].weight):
+            param.is_chosen = True
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW([self.scale, *self.head.parameters()], lr=1e-2)
+        return torch.optim.AdamW([p for p in self.parameters() if hasattr(p, "is_chosen")], lr=1e-2)
 
 
 class Averaged(ForeignNetWithValidation):
@@ -316,6 +321,59 @@ class Detached(ForeignNetWithValidation):
         return self.early
 
 
+class Hooked(ForeignNetWithValidation):
+    """Changes gradients by hooks of a parameter, from the beginning or once it is sharded."""
+
+    def __init__(self, hook: str = "register_hook", when: str = "init") -> None:
+        super().__init__()
+        self.hook, self.when = hook, when
+        self._add("init")
+
+    def _add(self, when: str) -> None:
+        if when == self.when:
+            getattr(self.head.weight, self.hook)(lambda _: None)
+
+    def on_fit_start(self) -> None:
+        self._add("fit")
+
+
+class Limited(ForeignNetWithValidation):
+    """An embedding that changes its weights when it is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.EmbeddingBag(4, 12, max_norm=1.0)
+
+
+class Forces(ForeignNetWithValidation):
+    """Differentiates its output in the step, as models of molecules do."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x = batch[0].requires_grad_()
+        (forces,) = torch.autograd.grad(self(x).sum(), x, create_graph=True)
+        return forces.square().mean()
+
+
+class Clamped(nn.Sequential):
+    """Changes a weight when it is called."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self[0].bias.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
+class Writes(ForeignNetWithValidation):
+    """Changes a weight in the forward of a block, or of the whole module."""
+
+    def __init__(self, block: bool) -> None:
+        super().__init__()
+        if block:
+            self.layers[1] = Clamped(*self.layers[1])
+        else:
+            self.head = Clamped(self.head)
+
+
 def _trainer(strategy: dict[str, Any] | None, *callbacks: Callback, **options: Any) -> Trainer:
     """Without a strategy plain Lightning in one process."""
     return trainer_for("auto" if strategy is None else strategy, callbacks, enable_checkpointing=False, **options)
@@ -402,9 +460,15 @@ def predicted(strategy: dict[str, Any], rows: int) -> list[float] | str:
     return torch.cat(found).flatten().tolist()
 
 
-def refused(module: str, strategy: dict[str, Any], again: dict[str, Any] | None = None, **options: Any) -> str:
+def refused(
+    module: str,
+    strategy: dict[str, Any],
+    again: dict[str, Any] | None = None,
+    arguments: dict[str, Any] | None = None,
+    **options: Any,
+) -> str:
     """What a ``fit`` is refused with; with ``again`` that of a second Trainer, whose strategy is the other one."""
-    net = globals()[module]()
+    net = globals()[module](**(arguments or {}))
     try:
         for chosen in filter(None, (strategy, again)):
             _trainer(chosen, fast_dev_run=True, **options).fit(net, loader([0]))

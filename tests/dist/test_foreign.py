@@ -104,6 +104,10 @@ def test_callbacks_that_need_whole_weights_or_other_batches_are_refused() -> Non
         assert first == second
         assert re.match(rf"trainer\.callbacks: got {name}( with engine {engine})?\n", first)
         assert ("lit_fsdp.EMAWeights" in first) == ("Averaging" in name)
+    swa = {"StochasticWeightAveraging": {"swa_lrs": 1e-2, "swa_epoch_start": 1}}
+    averaged = trained("ddp", callbacks=swa, max_epochs=3)
+    assert [one["epochs"] for one in averaged] == [3, 3]
+    assert averaged[0]["test_loss"] == averaged[1]["test_loss"] != averaged[0]["losses"][-1]
 
 
 def test_norms_of_gradients_are_those_of_one_process() -> None:

@@ -29,6 +29,7 @@ LIVES: dict[str, dict[str, Any]] = {
     "a search for a learning rate, which saves before the first step": {"module": "Tuned"},
     "dtypes of its own": {"module": "OwnReduction"},
     "two optimizers and two backward passes": {"module": "Gan"},
+    "attributes of parameters": {"module": "Chosen", "calls": ["fit", "fit"]},
     "weights changed between steps": {"module": "Shrinks", "calls": ["fit", "fit"], "validates": True},
 }
 _DDP_TOO = ("ForeignNetWithValidation", "Tuned", "Unused", "Thawed", "OwnReduction")
@@ -64,6 +65,7 @@ ALIKE_BATCHES: list[tuple[str, dict[str, Any], Any]] = [  # what rank 0 sees; on
     ("ddp", {"kinds": ["length", "length"]}, "trainer.num_training_batches: got 5 and 3"),
 ]
 NOT_ALLOWED = "ContractError: precision contract broken: "
+HOOK = "ConfigError: Hooked: got a hook on the parameter head.weight, which sharded parameters do not call"
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("Gan", {"engine": "fsdp1"}, "ConfigError: fsdp_strategy.engine: got fsdp1 with manual optimization (Gan"),
     # an optimizer of tensors from before the sharding; a parameter that a second backward pass would not find
@@ -71,6 +73,9 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("Own", {}, "ConfigError: Own.automatic_optimization: got False with the parameter scale"),
     *(("OwnReduction", {"engine": e, "contract": "error"}, f"{NOT_ALLOWED}reductions: all_reduce") for e in ENGINES),
     ("OwnState", {"contract": "error"}, f"{NOT_ALLOWED}optimizer state after the first step"),
+    *(("Hooked", {"engine": e}, HOOK) for e in ENGINES[:2]),
+    *(("Forces", {"engine": e}, "ContractError: a step calls torch.autograd.grad or ba") for e in ENGINES[:2]),
+    *(("Limited", {"engine": e}, "ConfigError: Limited: got max_norm of the embedding embedding") for e in ENGINES),
 ]
 
 
@@ -110,6 +115,19 @@ def test_what_is_refused() -> None:
     cases = [{"module": module, "strategy": {"precision": "fp32", **strategy}} for module, strategy, _ in REFUSED]
     for (*_, words), said in zip(REFUSED, on_ranks_each("refused", 2, cases), strict=True):
         assert all(text.startswith(words) for text in said), said
+    hooks = (("fsdp2", "register_hook", HOOK), ("fsdp1", "register_post_accumulate_grad_hook", HOOK))
+    late = [
+        {"arguments": {"hook": hook, "when": "fit"}, "strategy": {"engine": engine, "precision": "fp32"}}
+        for engine, hook, _ in (*hooks, ("fsdp2", "register_post_accumulate_grad_hook", ""))
+    ]
+    *refused, called = on_ranks_each("refused", 2, late, module="Hooked")
+    assert all(text.startswith(HOOK) for text in itertools.chain(*refused)), refused
+    writes = [{"arguments": {"block": block}, "strategy": {"precision": "mixed"}} for block in (True, False)]
+    names = ("layers.1.0.bias", "head.0.bias")
+    for found, name in zip(on_ranks_each("refused", 2, writes, module="Writes"), names, strict=True):
+        words = f"ContractError: the forward pass changes the parameter {name} in place, which fsdp2 would lose"
+        assert all(text.startswith(words) for text in found), found
+    assert called == ["nothing"] * 2  # torch calls these hooks with the shards
     again = {"precision": "mixed", "state_dict": "full"}
     for text in on_ranks("refused", 2, module="Conv", strategy={"precision": "fp32"}, again=again):
         assert text.startswith("ConfigError: fsdp_strategy: got {'precision': 'mixed'}")
