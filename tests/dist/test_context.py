@@ -225,7 +225,7 @@ def test_what_does_not_fit_is_refused_before_a_process_starts(tiny_model: Path, 
     assert context_method(model, ContextConfig(degree=2), "context_parallel") == "ulysses"
 
 
-@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+@pytest.mark.parametrize("kind", ["longrope", pytest.param("dynamic", marks=MORE)])
 def test_frequencies_that_depend_on_the_length_are_those_of_the_whole_row(tmp_path: Path, kind: str) -> None:
     """The rows are longer than the original length, the part of one rank is not."""
     text: dict[str, Any] = {**TINY.to_diff_dict(), "initializer_range": 0.2}
