@@ -40,7 +40,6 @@ _KINDS = {"model": "Model", "adapter": "Adapter", "merge": "Model with its adapt
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _BASE = "base/"  # name prefix of a tensor that is in the base model of the adapters, not in the checkpoint
 _MODEL = "model/"
-_AVERAGE = "state/callbacks/EMAWeights/weights/"
 _ADAPTER = "default"
 _WHOLE_COPY = f".modules_to_save.{_ADAPTER}."
 _WRAPPERS = re.compile(rf"((\.base_layer)+|\.original_module|\.modules_to_save\.{_ADAPTER})\.")
@@ -125,12 +124,7 @@ def export(
     if entry is None:
         raise CheckpointError(f"{ckpt}: only checkpoints of a CausalLMModule can be exported")
     if ema:
-        names = {
-            f"{_MODEL}{name.removeprefix(_AVERAGE)}": name for name in manifest.tensors if name.startswith(_AVERAGE)
-        }
-        fix = "train with lit_fsdp.EMAWeights in trainer.callbacks, or drop --ema"
-        require(names, "--ema", f"{ckpt}, which has no averages", "a checkpoint after their first update", fix)
-        manifest = replace(manifest, averages=names)
+        manifest = manifest.averaged("--ema")
     has_adapter, given = bool(entry.get("adapter")), "a checkpoint without adapters"
     require(has_adapter or lora is None, f"--{lora}", given, "one of a run with model.lora", f"drop --{lora}")
     is_read = has_adapter and (check or lora == "merge")

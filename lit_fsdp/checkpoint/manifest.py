@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lit_fsdp.checkpoint.files import MANIFEST, FileEntry, checked_name, inside, naming, replace_bytes
-from lit_fsdp.errors import CheckpointError
+from lit_fsdp.errors import CheckpointError, require
 
 FORMAT = "lit_fsdp.checkpoint"
 VERSION = 4
@@ -74,6 +74,14 @@ class Manifest:
     """Entries added by the caller of the save, such as ``model``, ``epoch`` and ``engine``."""
     averages: Mapping[str, str] = field(default_factory=dict)
     """Tensor to read in place of another, by name of the other; not part of the file."""
+
+    def averaged(self, option: str) -> Manifest:
+        """Return the manifest with averages of :class:`lit_fsdp.EMAWeights` in place of weights, for an ``option``."""
+        prefix = "state/callbacks/EMAWeights/weights/"
+        names = {f"model/{name.removeprefix(prefix)}": name for name in self.tensors if name.startswith(prefix)}
+        given, fix = f"{self.folder}, which has no averages", f"train with lit_fsdp.EMAWeights, or drop {option}"
+        require(names, option, given, "a checkpoint after their first update", fix)
+        return replace(self, averages=names)
 
     @property
     def num_bytes(self) -> int:

@@ -228,18 +228,19 @@ def load_tensors(folder: Path, into: Mapping[str, torch.Tensor], skip: Collectio
         dcp.load(here, storage_reader=reader, planner=planner)
 
 
-def load_weights(module: Module, path: Path | str) -> Module:
+def load_weights(module: Module, path: Path | str, ema: bool = False) -> Module:
     """Load the weights of a checkpoint into a plain module, in one process, and return the module.
 
     If needed, this calls ``configure_model``, where a module builds its layers and reads the base of adapters. With
-    ``strict_loading = False``, parameters that are missing in the checkpoint stay unchanged.
+    ``strict_loading = False``, parameters that are missing in the checkpoint stay unchanged. With ``ema``, the averages
+    of :class:`lit_fsdp.EMAWeights` are loaded instead of the weights.
 
     Raises:
         CheckpointError: The path is not a checkpoint, or it is damaged.
-        ConfigError: The checkpoint has other adapters, or adapters on another base model.
+        ConfigError: The checkpoint has other adapters, adapters on another base model, or no averages for ``ema``.
         RuntimeError: Names or shapes differ; all are listed.
     """
-    state = whole_model(path)
+    state = whole_model(path, ema)
     configure: Any = getattr(module, "configure_model", None)
     if configure is not None and state.keys() - module.state_dict().keys():
         configure()
@@ -256,10 +257,11 @@ def load_weights(module: Module, path: Path | str) -> Module:
     return module
 
 
-def whole_model(path: Path | str) -> dict[str, torch.Tensor]:
+def whole_model(path: Path | str, ema: bool = False) -> dict[str, torch.Tensor]:
     """Return the verified model tensors of a checkpoint by module name, tied tensors under each of their names."""
     manifest = read_manifest(path)
     refuse(manifest.folder, verify(manifest.folder))
+    manifest = manifest.averaged("ema=True") if ema else manifest
     state = {n.removeprefix("model/"): read_tensor(manifest, n) for n in manifest.tensors if n.startswith("model/")}
     ties = manifest.extra.get("tied", {}).items()
     return state | {again: state[first] for again, first in ties if first in state}  # skips a base stored elsewhere

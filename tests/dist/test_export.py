@@ -59,6 +59,8 @@ def test_logits_of_the_live_model(
     module = load_weights(CausalLMModule(name=str(folder)), checkpoint).model
     assert all(torch.equal(module.state_dict()[name], tensor.float()) for name, tensor in state.items())
     assert not any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
+    averaged = load_weights(CausalLMModule(name=str(folder)), checkpoint, ema=True).model.state_dict()
+    assert all(torch.equal(averaged[name], tensor) for name, tensor in averages.items())
     tokenizers = (AutoTokenizer.from_pretrained(tmp_path / "out-fp32"), miniature_tokenizer())
     question = [{"role": "user", "content": "2 + 2?"}]
     found, wanted = (tokenizer.apply_chat_template(question, tokenize=False) for tokenizer in tokenizers)
