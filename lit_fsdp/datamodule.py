@@ -172,7 +172,10 @@ class CausalLMDataModule(LightningDataModule):
         (ranks, rank), micro = data_ranks(trainer), config.micro_batch_size
 
         def indices() -> Iterator[list[int]]:
-            step = int(trainer.global_step)
+            step, before = int(trainer.global_step), self._before
+            if before is not None and before[0] != order and is_first_process():  # nobody called resume_at
+                text = "without lit_fsdp.Checkpoint, the Trainer counts batches of the old global batches: %s"
+                _log.warning(text, "epochs may end early or late")
             epoch, items = order.position(step, self._started(step))
             while True:
                 permutation = order.permutation(epoch)

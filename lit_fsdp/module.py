@@ -30,7 +30,7 @@ from lit_fsdp.config.model import ModelConfig, OptimConfig, schedule_factor
 from lit_fsdp.config.sections import build, refuse_positional, takes_fields
 from lit_fsdp.errors import ConfigError, require
 from lit_fsdp.metrics.hardware import is_accelerator, to_device
-from lit_fsdp.metrics.step_metrics import STEP_COUNTS, SumMetric, batch_counts, eval_means, step_metrics
+from lit_fsdp.metrics.step_metrics import STEP_COUNTS, SumMetric, batch_counts, end_of, eval_means, step_metrics
 from lit_fsdp.models.attention import by_sample
 from lit_fsdp.models.base import check_base, describe_base
 from lit_fsdp.models.build import (
@@ -296,14 +296,11 @@ class CausalLMModule(LightningModule):
         trainer = self.trainer
         if optim.schedule == "constant" and not optim.warmup_ratio:
             return max(1, trainer.max_steps)
-        limits = [trainer.max_steps] if trainer.max_steps > 0 else []
-        if trainer.max_epochs is not None and trainer.max_epochs > 0:
-            extra = getattr(getattr(trainer, "datamodule", None), "extra_steps", 0)
-            limits.append(int(trainer.estimated_stepping_batches) + extra)  # -1: a stream, limited by time only
+        total = end_of(trainer)  # infinite: for example a stream, limited by time only
         user = "warmup_ratio needs" if optim.warmup_ratio else f"schedule {optim.schedule} needs to decay"
         allowed = f"max_steps or max_epochs, which {user}"
-        require(limits and min(limits) >= 0, "trainer.max_steps", "no end of training", allowed)
-        return min(limits)
+        require(total < math.inf, "trainer.max_steps", "no end of training", allowed)
+        return int(total)
 
     def counted(self, batch: Any) -> Any:
         """Lay out a batch on the host and add its number of supervised tokens, so that no step syncs for it."""

@@ -12,7 +12,6 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 
-from lit_fsdp.callbacks.throughput import end_of
 from lit_fsdp.checkpoint import disk_space, run_folder
 from lit_fsdp.checkpoint.importing import IMPORTED
 from lit_fsdp.checkpoint.manifest import record_metrics
@@ -23,6 +22,7 @@ from lit_fsdp.config.run import CheckpointConfig
 from lit_fsdp.config.sections import build
 from lit_fsdp.errors import CheckpointError, require
 from lit_fsdp.metrics.hardware import is_accelerator
+from lit_fsdp.metrics.step_metrics import end_of
 from lit_fsdp.parallel.base import EngineStrategy
 from lit_fsdp.parallel.units import clean_name
 from lit_fsdp.redaction import redact_values

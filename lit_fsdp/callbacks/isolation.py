@@ -38,7 +38,7 @@ class IsolationProof(Callback):
     """Packs a few tokens of the first batch, changes some of the samples, and ends the run if the others change.
 
     It runs the live, sharded model in its dtype (not compiled: that would compile twice), on all ranks together, in
-    eval mode and without gradients: four forward passes of 64 tokens. The last hidden states of a sample must stay
+    eval mode and without gradients: five forward passes of 64 tokens. The last hidden states of a sample must stay
     bit-equal for any neighbors. Random generators and modes are restored afterwards. The proof is cached in the cache
     folder by model configuration, attention, dtype, device and versions.
 

@@ -27,10 +27,10 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
 from lit_fsdp.callbacks.records import write_json
-from lit_fsdp.callbacks.throughput import end_of
 from lit_fsdp.config.command_line import RUN_FOLDER
 from lit_fsdp.errors import ConfigError, require
 from lit_fsdp.host import cache_root
+from lit_fsdp.metrics.step_metrics import end_of
 
 _log = logging.getLogger(__name__)
 _NAME = "loggers.json"

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import EarlyStopping, Timer
+from lightning.pytorch.callbacks import Timer
+from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
 
 from lit_fsdp.callbacks.stop import StopRequested
 from lit_fsdp.checkpoint.files import replace_bytes
@@ -22,6 +23,7 @@ from lit_fsdp.checkpoint.storage import versions
 from lit_fsdp.config.sections import changed_values
 from lit_fsdp.errors import CheckpointError
 from lit_fsdp.metrics.hardware import is_accelerator, peak_device_bytes, peak_host_bytes, reset_peak_host_bytes
+from lit_fsdp.metrics.step_metrics import end_of
 from lit_fsdp.parallel.base import EngineStrategy
 from lit_fsdp.redaction import redact_values
 from lit_fsdp.report.data import data_table
@@ -151,12 +153,15 @@ class RunRecord(Callback):
 
 def why_ended(trainer: Trainer) -> str:
     """What ended training before its last step: the time limit, or the name of a callback; else empty."""
+    if trainer.global_step >= end_of(trainer):
+        return ""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         remaining = callback.time_remaining() if isinstance(callback, Timer) else None
         if isinstance(callback, Timer) and remaining is not None and remaining <= 0:
             return f"the time limit of {timedelta(seconds=round(callback._duration or 0))} (trainer.max_time)"
-        if isinstance(callback, EarlyStopping) and callback.stopped_epoch:
-            return f"EarlyStopping on {callback.monitor}"
+        has_stopped = trainer.should_stop and getattr(callback, "stopping_reason", None)  # the second is also restored
+        if has_stopped and has_stopped is not EarlyStoppingReason.NOT_STOPPED:
+            return f"{type(callback).__name__} on {callback.monitor}"
     return ""
 
 

@@ -11,9 +11,9 @@ from lightning.pytorch import Trainer
 
 from lit_fsdp.callbacks.checkpoint import Checkpoint
 from lit_fsdp.callbacks.records import why_ended
-from lit_fsdp.callbacks.throughput import end_of
 from lit_fsdp.host import GIB
 from lit_fsdp.metrics.hardware import peak_device_bytes
+from lit_fsdp.metrics.step_metrics import end_of
 
 
 def summary_of(trainer: Trainer, verb: str, seconds: float, first_step: int) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 from collections.abc import Mapping
@@ -14,17 +13,10 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lit_fsdp.host import GIB
 from lit_fsdp.metrics.flops import ModelFlops, flop_formula
 from lit_fsdp.metrics.hardware import device_name, peak_device_bytes, peak_flops, peak_reserved_bytes
-from lit_fsdp.metrics.step_metrics import step_counts
+from lit_fsdp.metrics.step_metrics import end_of, step_counts
 from lit_fsdp.parallel.activation import recomputes
 from lit_fsdp.parallel.base import EngineStrategy
 from lit_fsdp.parallel.units import clean_name
-
-
-def end_of(trainer: Trainer) -> float:
-    """The step at which the Trainer's limits end a run; -1 or infinite if they do not."""
-    extra = getattr(getattr(trainer, "datamodule", None), "extra_steps", 0)
-    limit = trainer.max_steps if trainer.max_steps > 0 else math.inf
-    return min(trainer.estimated_stepping_batches + extra, limit)
 
 
 class Throughput(Callback):

@@ -333,8 +333,8 @@ def _check_targets(manifest: Manifest, into: Mapping[str, torch.Tensor], skip: s
     both = (("missing in the checkpoint", missing), ("only in the checkpoint", surplus))
     if (missing or surplus) and not unlike and all(name.startswith("optim") for name in missing + surplus):
         found = "; ".join(f"{what}: {', '.join(_first(names, 2))}" for what, names in both if names)
-        where = "model.optim of its recipe.yaml" if "recipe.yaml" in manifest.files else "the one that saved it"
-        fix = f"resume with its optimizer ({where}), or export it and start a new run from its weights"
+        where = " (model.optim, model.freeze of its recipe.yaml)" if "recipe.yaml" in manifest.files else ""
+        fix = f"resume with its optimizer and trained parameters{where}, or export it and start a new run"
         raise CheckpointError(f"{manifest.folder}: has other optimizer state ({found})\n  fix: {fix}")
     kinds = [[f"{what}: {name}" for name in names] for what, names in both]
     lines = [line for kind in (*kinds, unlike) for line in _first(kind)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import importlib
 import sys
 
@@ -43,6 +44,10 @@ _VERBS = [verb for group in _GROUPS.values() for verb in group]
 _PLANNING = dict.fromkeys(("audit", "model", "plan"), "planning")
 _MODULES = {**_PLANNING, "ckpt": "checkpoints", "export": "models", "generate": "models", "profile": "profiling"}
 """Modules of the verbs whose module has another name."""
+_OF_PATHS = [
+    *(errno.ENOENT, errno.EEXIST, errno.ENOTDIR, errno.EISDIR),
+    *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC),
+]
 _USAGE = """usage: lit-fsdp VERB [options]
 
 {verbs}
@@ -89,9 +94,10 @@ def run(argv: list[str]) -> int:
         try:
             return int(getattr(module, f"run_{verb}")(rest))
         except OSError as error:
-            if not error.filename:
+            if not error.filename or error.errno not in _OF_PATHS:
                 raise
-            given, fix = f"{error.filename} ({error.strerror})", "check the path, and the permissions of its folder"
+            fix = "free space" if error.errno == errno.ENOSPC else "check the path, and the permissions of its folder"
+            given = f"{error.filename} ({error.strerror})"
             raise ConfigError(f"lit-fsdp {verb}", given, "a file or folder that it can use", fix) from error
     alike = difflib.get_close_matches(verb, _VERBS, n=1, cutoff=0.7)
     near = "fit" if verb[:1] == "-" else VERBS.get(verb.lower().replace("-", "_")) or "".join(alike)

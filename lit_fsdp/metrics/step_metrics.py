@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 from torchmetrics import Metric
@@ -13,6 +15,17 @@ the sum over samples of (tokens of the sample) squared, to which the cost of att
 STEP_COUNTS = ("supervised_tokens", "loss_sum", *BATCH_COUNTS, "correct_tokens")
 """First entries of ``CausalLMModule.step_totals``; votes to stop follow. The entry ``loss_sum`` is the plain
 cross-entropy, and ``correct_tokens`` are supervised tokens whose most likely prediction was right; NaN with Liger."""
+
+
+def end_of(trainer: Any) -> float:
+    """The optimizer step at which limits on steps and epochs end a run; infinite without such a limit."""
+    limit = trainer.max_steps if trainer.max_steps > 0 else math.inf
+    is_known = not math.isinf(trainer.estimated_stepping_batches)  # also prepares the loader
+    if not trainer.max_epochs or trainer.max_epochs < 0 or not is_known or math.isinf(trainer.num_training_batches):
+        return limit
+    extra = getattr(getattr(trainer, "datamodule", None), "extra_steps", 0)
+    steps = math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches) * trainer.max_epochs
+    return min(limit, steps + extra)
 
 
 def step_counts(totals: Iterable[float]) -> dict[str, float]:

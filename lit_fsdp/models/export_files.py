@@ -86,8 +86,13 @@ def _code_of(model: nn.Module | None) -> set[Path]:
     """Python files of a model with custom code, wrapped by an engine or not, and those that they import."""
     classes = {base for module in (() if model is None else model.modules()) for base in type(module).__mro__}
     modules = {one.__module__ for one in classes if vars(one).get("_auto_class")} - {"__main__"}
-    files = [str(sys.modules[name].__file__) for name in modules]
-    return {Path(one) for file in files for one in (file, *get_relative_import_files(file))}
+    found: set[Path] = set()
+    for file in (str(sys.modules[name].__file__) for name in modules):
+        try:
+            found |= {Path(one) for one in (file, *get_relative_import_files(file))}
+        except FileNotFoundError:  # transformers takes imports within a package for files beside this one
+            found.add(Path(file))
+    return {path for path in found if path.is_file()}
 
 
 def _config_bytes(config: PretrainedConfig, folder: Path) -> bytes:

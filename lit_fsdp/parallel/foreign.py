@@ -25,7 +25,7 @@ from lit_fsdp.parallel.alike import check_alike, ending_together
 from lit_fsdp.parallel.checkpointing import check_packed_state
 from lit_fsdp.parallel.precision import TORCH_DTYPES, cast_inputs
 from lit_fsdp.parallel.trial import refusal_of
-from lit_fsdp.parallel.units import UnitPlan, clean_name, units_already_wrapped
+from lit_fsdp.parallel.units import UnitPlan, clean_name, packed_weights, units_already_wrapped
 from lit_fsdp.parallel.watching import WatchedSteps
 
 _log = logging.getLogger(__name__)
@@ -102,7 +102,10 @@ def check_embeddings(module: nn.Module) -> None:
 def attributes_of(module: nn.Module) -> dict[str, tuple[type, dict[str, Any]]]:
     """Class and attributes of each parameter by name, which new parameters of a sharded module would lack."""
     found: dict[str, tuple[type, dict[str, Any]]] = {}
+    packed = packed_weights(module)  # classes of bitsandbytes, whose attributes are part of the data
     for name, param in module.named_parameters():
+        if id(param) in packed:
+            continue
         is_plain = issubclass(type(param), (nn.Parameter, DTensor))  # attributes of other subclasses can be the data
         found[clean_name(name)] = type(param), dict(vars(param)) if is_plain else {}
     return found

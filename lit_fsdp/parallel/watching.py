@@ -17,7 +17,7 @@ from lit_fsdp.metrics.hardware import to_device
 from lit_fsdp.parallel.checkpointing import Checkpoints
 from lit_fsdp.parallel.precision import moments
 
-_OWN_BACKWARD = "use engine: ddp; or self.manual_backward(loss) in place of loss.backward() in manual optimization"
+_OWN_BACKWARD = "use engine: ddp, or manual optimization for several passes without a graph of their own"
 _CHANGE_BETWEEN_STEPS = "change parameters in on_train_batch_start or on_train_batch_end, or use engine: ddp"
 
 
@@ -73,8 +73,13 @@ class WatchedSteps(Checkpoints):
         unit.register_forward_hook(check)
 
     def _check_backward(self, _: torch.Tensor) -> None:
-        """Refuse a backward pass that a step runs itself: it frees gathered parameters and reduces gradients."""
-        if not self._in_backward:
+        """Refuse a backward pass that a step runs itself: it frees gathered parameters and reduces gradients.
+
+        Manual optimization may call ``loss.backward()``, but no pass may have a graph of its own.
+        """
+        module = self.lightning_module
+        is_own = torch.is_grad_enabled() or module.automatic_optimization
+        if is_own and not self._in_backward and module._trainer is not None and module.trainer.training:
             text = "a step calls torch.autograd.grad or backward() through a unit, whose parameters "
             raise ContractError(f"{text}{self.config.engine} frees after that pass\n  fix:     {_OWN_BACKWARD}")
 

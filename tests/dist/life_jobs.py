@@ -87,7 +87,7 @@ class Gan(LightningModule):
         self.toggle_optimizer(second)
         real = binary_cross_entropy_with_logits(self.discriminator(x), one)
         fake = binary_cross_entropy_with_logits(self.discriminator(self.generator(x).detach()), zero)
-        self.manual_backward((real + fake) / 2)
+        ((real + fake) / 2).backward()  # not through the strategy, as loops of plain torch
         second.step()
         second.zero_grad()
         self.untoggle_optimizer(second)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, Timer
+from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
 
 from lit_fsdp.callbacks.checkpoint import Checkpoint
 from lit_fsdp.callbacks.summary import summary_of
@@ -24,6 +25,7 @@ def _trainer(folder: Path, **given: Any) -> Any:
     metrics = {"train_loss": 0.25, "val_loss": 0.5, "lr": 1e-3, "test_loss": 0.75}
     limits = {"global_step": 60, "max_steps": 60, "max_epochs": None, "checkpoint_callback": None, "ckpt_path": None}
     limits |= {"callbacks": [], "current_epoch": 0, "estimated_stepping_batches": 60}
+    limits |= {"num_training_batches": 60, "accumulate_grad_batches": 1, "should_stop": False}
     limits |= {"strategy": SimpleNamespace(root_device=torch.device("cpu"))}
     module = SimpleNamespace(read_tensor=None)
     return SimpleNamespace(
@@ -65,15 +67,18 @@ def test_a_finished_run_says_how_to_train_further(tmp_path: Path):
 
 def test_what_ended_a_run_early_is_named(tmp_path: Path):
     over = Timer(timedelta(seconds=0))
-    given: Any = {"callbacks": [over], "max_steps": -1, "max_epochs": -1, "global_step": 3}
+    given: Any = {"callbacks": [over], "max_steps": -1, "max_epochs": 1, "global_step": 3}
     limit = "the time limit of 0:00:00 (trainer.max_time)"
     assert summary_of(_trainer(tmp_path, **given), "fit", 1, 3) == f"{limit} ended the run before its first step"
     assert f"\n{limit} ended the run before step 60" in summary_of(_trainer(tmp_path, **given), "fit", 1, 0)
     stopped = EarlyStopping("val_loss")
     assert "ended the run" not in summary_of(_trainer(tmp_path, **given | {"callbacks": [stopped]}), "fit", 1, 0)
-    stopped.stopped_epoch = 1
-    text = summary_of(_trainer(tmp_path, **given | {"callbacks": [stopped]}), "fit", 1, 0)
+    stopped.stopping_reason = EarlyStoppingReason.PATIENCE_EXHAUSTED  # as also after a resume of a stopped run
+    assert "ended the run" not in summary_of(_trainer(tmp_path, **given | {"callbacks": [stopped]}), "fit", 1, 0)
+    given |= {"callbacks": [stopped], "should_stop": True}
+    text = summary_of(_trainer(tmp_path, **given), "fit", 1, 0)
     assert "\nEarlyStopping on val_loss ended the run before step 60" in text
+    assert "ended the run" not in summary_of(_trainer(tmp_path, **given | {"global_step": 60}), "fit", 1, 0)
 
 
 def test_a_fit_that_epochs_ended_before_max_steps_says_so(tmp_path: Path):

@@ -33,6 +33,7 @@ class Run:
             "log_every_n_steps": 1,
             "is_global_zero": True,
             "max_steps": -1,
+            "max_epochs": None,
             "estimated_stepping_batches": -1,
         }
         self.trainer: Any = SimpleNamespace(strategy=strategy, **plan)
@@ -62,7 +63,7 @@ def test_the_first_step_does_not_count_and_waiting_for_data_does(monkeypatch: py
 
 def test_the_last_step_has_its_own_rates(monkeypatch: pytest.MonkeyPatch):
     run = Run(monkeypatch)
-    run.trainer.log_every_n_steps, run.trainer.estimated_stepping_batches = 3, 4
+    run.trainer.log_every_n_steps, run.trainer.max_steps = 3, 4
     for seconds in (50, 1, 1, 2):
         run.step(seconds=seconds, tokens=100)
     assert [found["tokens_per_second"] for found in run.logged] == [100.0, 50.0]

@@ -67,13 +67,13 @@ def test_what_does_not_fit_is_ten_names_and_of_optimizers_one_sentence(save):
     state |= {f"optim/model.{n}/exp_avg": torch.zeros(1) for n in range(90)}
     del state["optim/model.weight/counts"]
     names = "optim/model.0/exp_avg, optim/model.1/exp_avg, ... and 88 more; only in the checkpoint: "
-    for more, where in (({}, "the one that saved it"), ({"recipe.yaml": b""}, "model.optim of its recipe.yaml")):
+    for more, where in (({}, ""), ({"recipe.yaml": b""}, " (model.optim, model.freeze of its recipe.yaml)")):
         folder = save(files=more)
         with pytest.raises(CheckpointError) as error:
             store.load_tensors(folder, state)
         assert str(error.value).splitlines() == [
             f"{folder}: has other optimizer state (missing in the checkpoint: {names}optim/model.weight/counts)",
-            f"  fix: resume with its optimizer ({where}), or export it and start a new run from its weights",
+            f"  fix: resume with its optimizer and trained parameters{where}, or export it and start a new run",
         ]
     model |= {f"model/model.{n:02}": torch.zeros(1) for n in range(90)}
     with pytest.raises(CheckpointError) as error:

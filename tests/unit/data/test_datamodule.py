@@ -17,6 +17,7 @@ from lit_fsdp.callbacks.checkpoint import _count_in_micro_batches_of
 from lit_fsdp.config.data import SourceConfig
 from lit_fsdp.datamodule import CausalLMDataModule
 from lit_fsdp.errors import ConfigError, DataError
+from lit_fsdp.metrics.step_metrics import end_of
 from tests.unit.data.conversations import LETTERS
 
 pytestmark = pytest.mark.filterwarnings(
@@ -144,8 +145,23 @@ def test_a_resume_with_another_global_batch_continues_after_the_same_rows(
         assert max(by_step) <= size
     assert sorted(rows[:100]) == sorted(rows[100:]) == list(range(100))
     assert rows[:100] == data._order().permutation(0).tolist()
-    assert trainer.global_step == trainer.estimated_stepping_batches + data.extra_steps
+    assert trainer.global_step == end_of(trainer)
     assert f"global_batch_size {parts[-2][0]} → {parts[-1][0]}" in caplog.text
+
+
+def test_a_limit_of_steps_stays_after_a_resume_with_another_global_batch(
+    tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    """Also if epochs would end the run earlier or later, and if the counters of the Trainer are not adapted."""
+    for epochs, last, callbacks in ((2, 12, [_Counts()]), (1, 10, [_Counts()]), (-1, 12, [_Counts()]), (-1, 12, [])):
+        save, path = _SaveAt(3, tmp_path / f"{epochs}{len(callbacks)}.ckpt"), None
+        for size, limit in ((16, 3), (8, 12)):
+            data = CausalLMDataModule(train="generated:100", global_batch_size=size, micro_batch_size=8, seed=3)
+            trainer = _trainer(max_steps=limit, max_epochs=epochs, callbacks=[save, *callbacks])
+            trainer.fit(_Recorder(tokenizer), data, ckpt_path=path, weights_only=True)
+            path = save.path
+        assert trainer.global_step == end_of(trainer) == last
+        assert ("without lit_fsdp.Checkpoint" in caplog.text) is (not callbacks)
 
 
 def test_a_resume_with_other_rows_ends_its_epochs(tokenizer: Any, tmp_path: Path):
@@ -158,7 +174,7 @@ def test_a_resume_with_other_rows_ends_its_epochs(tokenizer: Any, tmp_path: Path
             data = CausalLMDataModule(train=f"generated:{rows}", global_batch_size=5, micro_batch_size=5, seed=3)
             trainer.fit(module, data, ckpt_path=save.path if rows == num_rows else None, weights_only=True)
             given = {"callbacks": [_Counts()]}
-        assert trainer.global_step == trainer.estimated_stepping_batches + data.extra_steps == last
+        assert trainer.global_step == end_of(trainer) == last
 
 
 def test_resumed_on_other_data_is_told(tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture):

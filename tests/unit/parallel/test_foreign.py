@@ -38,6 +38,13 @@ def test_parameters_keep_attributes_and_a_lost_class_is_named(
     ]
 
 
+def test_packed_weights_keep_what_their_layer_gave_them() -> None:
+    """Their class and attributes are a part of the data, and no mark of somebody's."""
+    layer = nn.Linear(2, 2)
+    layer.weight, layer.quant_state = Prior(torch.zeros(2, 2)), None
+    assert list(foreign.attributes_of(nn.Sequential(layer))) == ["0.bias"]
+
+
 @pytest.mark.parametrize("name", ["register_hook", "register_post_accumulate_grad_hook"])
 def test_hooks_on_parameters_are_refused_until_they_are_removed(name: str) -> None:
     net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
