@@ -14,6 +14,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BatchSizeFinder, EMAWeightAveraging, LambdaCallback, LearningRateFinder
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import binary_cross_entropy_with_logits, mse_loss
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
@@ -87,7 +88,11 @@ class Gan(LightningModule):
         self.toggle_optimizer(second)
         real = binary_cross_entropy_with_logits(self.discriminator(x), one)
         fake = binary_cross_entropy_with_logits(self.discriminator(self.generator(x).detach()), zero)
-        ((real + fake) / 2).backward()  # not through the strategy, as loops of plain torch
+        loss = (real + fake) / 2
+        if isinstance(next(self.parameters()), DTensor):
+            loss.backward()  # as some write it, where DDP needs Lightning's
+        else:
+            self.manual_backward(loss)
         second.step()
         second.zero_grad()
         self.untoggle_optimizer(second)
