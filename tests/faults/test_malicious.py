@@ -101,7 +101,10 @@ def test_torch_files_of_others(payloads: list[Any], tmp_path: Path) -> None:
         for as_zip in (True, False):
             for content in (payload, {"state_dict": {"weight": torch.ones(2)}, "hyper_parameters": payload}):
                 torch.save(content, path, _use_new_zipfile_serialization=as_zip)
-                with pytest.raises(CheckpointError, match="none of its code was run" if as_zip else "mmap"):
+                with pytest.raises(
+                    CheckpointError,
+                    match="none of its code was run" if as_zip else "not a file of torch.save in its zip format",
+                ):
                     importing.read_torch(path)
 
 
