@@ -174,8 +174,8 @@ class CausalLMDataModule(LightningDataModule):
         def indices() -> Iterator[list[int]]:
             step, before = int(trainer.global_step), self._before
             if before is not None and before[0] != order and is_first_process():  # nobody called resume_at
-                text = "without lit_fsdp.Checkpoint, the Trainer counts batches of the old global batches: %s"
-                _log.warning(text, "epochs may end early or late")
+                text = "without the callback lit_fsdp.Checkpoint, this resume can end epochs early or late"
+                _log.warning(text)
             epoch, items = order.position(step, self._started(step))
             while True:
                 permutation = order.permutation(epoch)

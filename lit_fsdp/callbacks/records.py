@@ -157,8 +157,10 @@ def why_ended(trainer: Trainer) -> str:
         return ""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         remaining = callback.time_remaining() if isinstance(callback, Timer) else None
-        if isinstance(callback, Timer) and remaining is not None and remaining <= 0:
-            return f"the time limit of {timedelta(seconds=round(callback._duration or 0))} (trainer.max_time)"
+        if remaining is not None and remaining <= 0:
+            return (
+                f"the time limit of {timedelta(seconds=round(callback.time_elapsed() + remaining))} (trainer.max_time)"
+            )
         has_stopped = trainer.should_stop and getattr(callback, "stopping_reason", None)  # the second is also restored
         if has_stopped and has_stopped is not EarlyStoppingReason.NOT_STOPPED:
             return f"{type(callback).__name__} on {callback.monitor}"

@@ -62,7 +62,7 @@ def summary_of(trainer: Trainer, verb: str, seconds: float, first_step: int) -> 
     lines = [f"{done} step{'s' if done != 1 else ''} in {took}, to step {step}{numbers}{memory}"]
     if ended:
         end = end_of(trainer)
-        lines.append(f"{ended} ended the run" + (f" before step {int(end)}" if step < end < math.inf else ""))
+        lines.append(f"{ended} ended the run" + (f" before step {int(end)}" if end < math.inf else ""))
     elif step < trainer.max_steps and 0 < epochs <= trainer.current_epoch:
         more = f"to train all {trainer.max_steps} steps, set trainer.max_epochs: -1"
         lines.append(f"trainer.max_epochs {epochs} ended the run before trainer.max_steps; {more}")

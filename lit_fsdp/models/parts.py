@@ -66,15 +66,13 @@ class RowParts(ContextGroup):
 class _Longest:
     """The largest position of a row, for rotary embeddings whose frequencies depend on it (LongRoPE, dynamic NTK)."""
 
-    def __init__(self, context: ContextGroup) -> None:
-        self.context = context
-        self.position: torch.Tensor | None = None  # of the current forward pass; None: it computes whole rows
+    position: torch.Tensor | None = None  # of the current forward pass; None: it computes whole rows
 
     def find(self, owner: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        self.position = None
-        if kwargs.get("context") is not None:
+        self.position, context = None, kwargs.get("context")
+        if context is not None:
             self.position = kwargs["position_ids"].max()
-            dist.all_reduce(self.position, dist.ReduceOp.MAX, group=self.context.group)
+            dist.all_reduce(self.position, dist.ReduceOp.MAX, group=context.group)
 
     def add(self, rotary: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         if self.position is None:
@@ -88,13 +86,13 @@ class _Longest:
         return None if self.position is None else tuple(part[:, :-1] for part in cos_and_sin)
 
 
-def share_longest(model: nn.Module, context: ContextGroup) -> None:
+def share_longest(model: nn.Module) -> None:
     """Compute rotary embeddings of parts of a row as those of the whole row; in place."""
     for owner in model.modules():
         for rotary in owner.children():
             kinds = getattr(rotary, "rope_type", None)
             if not _BY_LONGEST.isdisjoint(kinds.values() if isinstance(kinds, dict) else [kinds]):
-                longest = _Longest(context)
+                longest = _Longest()
                 owner.register_forward_pre_hook(longest.find, with_kwargs=True)
                 rotary.register_forward_pre_hook(longest.add, with_kwargs=True)
                 rotary.register_forward_hook(longest.drop)

@@ -315,7 +315,7 @@ class EngineStrategy(ForeignParts):
             self._layer_sync = None  # else Lightning would replace layers of the sharded model at the end
         if self.context is not None:
             self._check_context(module)  # configure_model may have created the model
-            share_longest(module, self.context)
+            share_longest(module)
         if self.expert_group is not None:
             self._check_experts(module)
             divide_experts(module, self.expert_group, self.mesh.size(self.mesh.ndim - 1))

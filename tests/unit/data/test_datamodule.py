@@ -161,7 +161,7 @@ def test_a_limit_of_steps_stays_after_a_resume_with_another_global_batch(
             trainer.fit(_Recorder(tokenizer), data, ckpt_path=path, weights_only=True)
             path = save.path
         assert trainer.global_step == end_of(trainer) == last
-        assert ("without lit_fsdp.Checkpoint" in caplog.text) is (not callbacks)
+        assert ("without the callback lit_fsdp.Checkpoint" in caplog.text) is (not callbacks)
 
 
 def test_a_resume_with_other_rows_ends_its_epochs(tokenizer: Any, tmp_path: Path):
