@@ -77,7 +77,7 @@ def run_plan(argv: Sequence[str]) -> int:
     parser.add_argument("--gpu", help="name of the GPU: h100-80gb, a100-40gb, rtx4090, ...")
     parser.add_argument("--memory", type=float, metavar="GIB", help="memory of a GPU in GiB; default: that of --gpu")
     parser.add_argument(
-        "--host-memory", type=float, metavar="GIB", default=math.inf, help="host memory of a node in GiB"
+        "--host-memory", type=float, metavar="GIB", help="host memory of a node in GiB; on CPUs, default: of this host"
     )
     parser.add_argument("--gpus", type=int, help="total GPUs of the run; default: the recipe's devices and nodes")
     parser.add_argument("--nodes", type=int, help="number of nodes")
@@ -91,8 +91,12 @@ def run_plan(argv: Sequence[str]) -> int:
         value, flag = getattr(options, name), f"--{name.replace('_', '-')}"
         require(value is None or value > 0, flag, value, "a number greater than 0")
     require(not (options.savings and options.json), "--json", "with --savings", "only one of them")
-    only_gpu = options.savings and options.host_memory < math.inf
-    require(not only_gpu, "--host-memory", "with --savings, which compares the memory of GPUs", "only one of them")
+    require(
+        not (options.savings and options.host_memory),
+        "--host-memory",
+        "with --savings, which compares the memory of GPUs",
+        "only one of them",
+    )
     if options.gpu or options.memory:
         words.append("--trainer.accelerator=gpu")
     gpus, nodes, each = options.gpus, options.nodes, options.gpus_per_node
@@ -110,6 +114,8 @@ def run_plan(argv: Sequence[str]) -> int:
     run = dataclasses.replace(run, data=data, trainer={**run.trainer, "accumulate_grad_batches": None})
     gc.set_threshold(100_000)  # there is little garbage, and collecting it takes a fifth of the time
     with heavy_imports():
+        from lit_fsdp.audit import device_type
+        from lit_fsdp.metrics.hardware import host_bytes
         from lit_fsdp.plan import memory, search
 
     gpu = _gpu(options.gpu) if options.gpu else None
@@ -135,7 +141,10 @@ def run_plan(argv: Sequence[str]) -> int:
             flags = search.flags_of(best["changes"]) if best else ["none; lit-fsdp plan --search also tries adapters"]
             print(f"None of them is enough alone. A combination that fits: {' '.join(flags)}")
         return 0
-    taken, host, host_gib = memory.step_time(run, gpu), memory.host_memory(run), options.host_memory
+    taken, host = memory.step_time(run, gpu), memory.host_memory(run)
+    on_cpu, host_gib = device_type(run) == "cpu", options.host_memory or math.inf
+    if on_cpu and not options.host_memory:
+        host_gib = host_bytes() / 2**30
     too_much = host["total"] / 2**30 - host_gib * memory.HOST_USABLE
     record: dict[str, Any] = {
         "gpu": None if gpu is None else dataclasses.asdict(gpu),
@@ -157,7 +166,7 @@ def run_plan(argv: Sequence[str]) -> int:
         )
     if host_gib < math.inf:
         verdict = "fits" if too_much <= 0 else f"does not fit: exceeds it by {too_much:.1f} GiB"
-        lines.append(f"this recipe on a host of {host_gib:g} GiB: {verdict}")
+        lines.append(f"this recipe on a host of {host_gib:.4g} GiB ({memory.HOST_USABLE:.0%} of it usable): {verdict}")
     if taken is not None:
         kinds = {
             "communication": "communication",
@@ -176,7 +185,8 @@ def run_plan(argv: Sequence[str]) -> int:
     elif gpu is not None:
         lines.append("seconds per step: unknown FLOPs of this architecture, or unknown rate of this precision")
     if gib is None:
-        lines.append("add --gpu NAME, such as h100-80gb, to check whether it fits and to estimate the speed")
+        fits = "plan for GPUs" if on_cpu else "check whether it fits"
+        lines.append(f"add --gpu NAME, such as h100-80gb, to {fits} and to estimate the speed")
     best = None
     if gib is not None:
         room, rows = found.room(gib), search.largest_rows(run, gib)
@@ -250,6 +260,9 @@ def _number_in(name: str) -> str:
     return next(iter(re.findall(r"\d+", name)), "")
 
 
+_HOST_KINDS = {"activations": "offloaded activations", "peaks": "peaks of its ranks, which train on the CPU"}
+
+
 def _memory_table(found: Any, host: Mapping[str, int]) -> str:
     from lit_fsdp.plan.memory import OVERHEAD_BYTES
 
@@ -268,7 +281,7 @@ def _memory_table(found: Any, host: Mapping[str, int]) -> str:
         (f"between steps{where}", found.parameters + found.optimizer + found.gradients),
         ("while loading", found.parameters + found.largest_tensor),
         ("host of a node: state of cpu_offload", host["state"]),
-        *([("host of a node: offloaded activations", host["activations"])] if "activations" in host else []),
+        *((f"host of a node: {kind}", host[name]) for name, kind in _HOST_KINDS.items() if name in host),
         ("host of a node: rounding of its pinned blocks", host["rounding"]),
         ("host of a node: copy for background saves", host["staged"]),
         ("host of a node: processes (assumed)", host["processes"]),

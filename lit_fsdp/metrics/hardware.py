@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -53,6 +54,11 @@ def peak_flops(device_name: str, multiplies: str) -> float | None:
     rows = [row for row in gpus() if words.isdisjoint(_SLOWER) and words.issuperset(row.words.upper().split())]
     rate = max(rows, key=lambda row: len(row.words.split())).tflops.get(multiplies) if rows else None
     return None if rate is None else rate * 1e12
+
+
+def host_bytes() -> int:
+    """Physical memory of this host in bytes."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def peak_host_bytes() -> int:

@@ -55,7 +55,7 @@ from lit_fsdp.parallel.foreign import (
 )
 from lit_fsdp.parallel.forward import RedirectedForward
 from lit_fsdp.parallel.grads import GuardedSteps
-from lit_fsdp.parallel.materialize import Materializer, Reader, reset_parameters_reader
+from lit_fsdp.parallel.materialize import Materializer, Reader, check_memory, reset_parameters_reader
 from lit_fsdp.parallel.mesh import CONTEXT, SHARD, build_context_mesh, build_expert_groups, build_mesh
 from lit_fsdp.parallel.norms import STRATEGIES, warn_of_lightnings
 from lit_fsdp.parallel.precision import (
@@ -324,7 +324,15 @@ class EngineStrategy(ForeignParts):
         recompute = recompute_by_unit(plan)
         seed = self.broadcast(torch.initial_seed())  # type: ignore[attr-defined]  # replicas would differ
         reader: Reader = getattr(module, "read_tensor", None) or reset_parameters_reader(seed)
-        materializer = Materializer(module, reader, torch.device("cpu") if config.offloads else self.root_device)
+        where = torch.device("cpu") if config.offloads else self.root_device
+        if is_ours:
+            is_known = getattr(module.configure_optimizers, "__module__", "").startswith(
+                "lit_fsdp."
+            )  # not a subclass's
+            trained = module.config.optim if is_known and module.trainer.state.fn == "fit" else None
+            shards = self.mesh.size(self.mesh.ndim - 1) if config.is_sharded else 1
+            check_memory(module.model, shards, where, self.num_processes, trained)
+        materializer = Materializer(module, reader, where)
         if not config.cpu_ram_efficient_loading:
             materializer.fill_all()
         if not manual:  # torch shards dim 0, which scalars lack, and DDP skips parameters that are frozen by now

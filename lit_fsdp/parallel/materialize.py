@@ -10,7 +10,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from lit_fsdp.host import return_freed_memory
+from lit_fsdp.config.model import OptimConfig
+from lit_fsdp.errors import require
+from lit_fsdp.host import return_freed_memory, size_words
+from lit_fsdp.metrics.hardware import host_bytes, is_accelerator
+from lit_fsdp.models.optimizers import state_bytes
 from lit_fsdp.models.weights import seeded
 from lit_fsdp.parallel.units import tied_names
 
@@ -68,6 +72,40 @@ class Materializer:
         if local.numel() or hasattr(module, "quant_state"):  # reading also sets quant_state, needed to unpack
             local.copy_(self.read(name, module, attribute, slice(offset[0], offset[0] + shape[0])))
         return nn.Parameter(filled, param.requires_grad)
+
+
+def check_memory(
+    model: nn.Module, num_shards: int, device: torch.device, num_local: int, optim: OptimConfig | None
+) -> None:
+    """Refuse to load a model on meta whose state alone does not fit in the memory of ``device``.
+
+    Counts one rank's part, of ``num_shards``, of the parameters and, for training with ``optim``, of their gradients
+    and of the state of a known optimizer. The ``num_local`` ranks of a host share its physical memory.
+
+    Raises:
+        ConfigError: The state is larger than the memory.
+    """
+    params = list(model.parameters())
+    kinds, needed = "parameters", sum(p.nbytes for p in params)
+    if optim is not None:
+        trained = [p for p in params if p.requires_grad]
+        kinds, needed = "parameters and gradients", needed + sum(p.nbytes for p in trained)
+        kept, known_as = state_bytes(optim, model, trained[0].element_size() if trained else 0)
+        if known_as == optim.optimizer:
+            kinds, needed = (
+                "parameters, gradients and optimizer state",
+                needed + sum(kept(p, p.numel()) for p in trained),
+            )
+    if is_accelerator(device):
+        memory, where = torch.get_device_module(device).get_device_properties(device).total_memory, f"of {device}"
+    else:
+        memory, where = (
+            host_bytes() / num_local,
+            "of this host" + f", divided by its {num_local} ranks" * (num_local > 1),
+        )
+    given = f"a model with at least {size_words(needed / num_shards)} of {kinds} per rank"
+    fix = "run lit-fsdp plan --savings with this recipe for options that save memory; or use more ranks"
+    require(needed <= memory * num_shards, "model", given, f"{size_words(memory)}, the memory {where}", fix)
 
 
 def has_meta(module: nn.Module) -> bool:

@@ -42,7 +42,7 @@ NETWORK_GB_PER_SECOND = 50.0
 PEAK_SHARE = 0.4
 HOST_GB_PER_SECOND = 200.0
 PAGEABLE_GB_PER_SECOND = 6.0
-PROCESS_BYTES = 4 * 2**30
+PROCESS_BYTES, CPU_PROCESS_BYTES = 4 * 2**30, 2**30  # of a rank that trains on a GPU, or on the CPU
 HOST_USABLE = 0.9
 _GATHERS = {"full_shard": 2, "shard_grad_op": 1, "no_shard": 0, "hybrid_shard": 2, "hybrid_shard_zero2": 1}
 
@@ -119,20 +119,23 @@ def host_memory(run: RunConfig) -> dict[str, int]:
 
     The entry ``state`` is offloaded state, ``activations`` offloaded activations (if any), ``rounding`` the excess size
     of the pinned blocks of state, ``staged`` the (pinned) copy for background saves (for a checkpoint in one file, on
-    the first node), and ``processes`` everything else.
+    the first node), ``peaks`` those of ranks that train on the CPU, and ``processes`` everything else.
     """
+    on_cpu = device_type(run) == "cpu"
     assert run.world_size is not None
     strategy, state, ranks = settled_strategy(run), _largest_state(run), run.world_size // run.num_nodes
     copies, shards = mesh_shape(strategy, run.num_nodes, run.world_size)
     # checkpoints do not include a frozen base
     saved = state["gradient_bytes" if run.model.lora else "parameter_bytes"] + state["optimizer_bytes"]
     staged = saved * shards if strategy.state_dict == "full" else saved * ranks // copies
-    staged *= run.checkpoint.in_background(device_type(run) != "cpu", strategy.offloads)
+    staged *= run.checkpoint.in_background(not on_cpu, strategy.offloads)
     rounding = state.pop("rounding_bytes", 0) * ranks
     found = {"state": _state_of(state) * ranks * strategy.offloads, "rounding": rounding, "staged": staged}
-    if strategy.activation_config.offload_activations and device_type(run) != "cpu":
+    if on_cpu:
+        found["peaks"] = rank_memory(run).peak * ranks
+    elif strategy.activation_config.offload_activations:
         found["activations"] = rank_memory(run).step.host * ranks
-    found["processes"] = PROCESS_BYTES * ranks
+    found["processes"] = (CPU_PROCESS_BYTES if on_cpu else PROCESS_BYTES) * ranks
     return {**found, "total": sum(found.values())}
 
 

@@ -16,7 +16,8 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_s
 from torch.distributed.fsdp.wrap import wrap
 
 from lit_fsdp import Checkpoint
-from lit_fsdp.parallel import activation, base, grads, precision
+from lit_fsdp.errors import ConfigError
+from lit_fsdp.parallel import activation, base, grads, materialize, precision
 from lit_fsdp.parallel.activation import recomputes
 from lit_fsdp.parallel.units import units_already_wrapped
 from tests.dist.foreign_jobs import ForeignNet, StepLosses, loader
@@ -253,6 +254,17 @@ def fingerprint(tensor: torch.Tensor) -> str:
     found = tensor.detach().contiguous()
     data = found.view(torch.uint8).numpy().tobytes() if found.dim() else bytes(str(found.item()), "ascii")
     return f"{found.dtype} {list(found.shape)} {hashlib.sha256(data).hexdigest()[:16]}"
+
+
+def load_on_a_small_host(model: str, engine: str, host_bytes: int) -> str:
+    """Error of a step of torch's SGD, whose state is none, on a host with that memory; empty if it trains."""
+    materialize.host_bytes = lambda: host_bytes
+    try:
+        module = module_for(model, optimizer="torch.optim.SGD")
+        fit(module, {"engine": engine, "precision": "fp32"}, steps=1, seed=11)
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 def load_and_fingerprint(model: str, engine: str) -> dict[str, str]:

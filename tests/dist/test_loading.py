@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, MixtralConfig, PretrainedConfig
 
+from lit_fsdp.host import size_words
 from lit_fsdp.models.tokenizers import miniature_tokenizer
 from tests.benchmarks.loading import MB, above_imports, bound, measure, write_random_llama
 from tests.dist.choice_jobs import fingerprint
@@ -25,6 +26,16 @@ def test_files_are_loaded_bit_for_bit(tiny_model: Path, engine: str, ranks: int)
     wanted = {name: fingerprint(tensor) for name, tensor in [*whole.named_parameters(), *whole.named_buffers()]}
     assert any(name.endswith("inv_freq") for name in wanted)
     assert on_ranks("load_and_fingerprint", ranks, model=tiny_model, engine=engine) == [wanted] * ranks
+
+
+def test_a_model_larger_than_the_host_is_not_loaded(tiny_model: Path) -> None:
+    needed = 2 * 4 * sum(param.numel() for param in AutoModelForCausalLM.from_pretrained(tiny_model).parameters())
+    assert on_ranks("load_on_a_small_host", 2, model=tiny_model, engine="fsdp2", host_bytes=needed) == ["", ""]
+    for engine, part in (("fsdp2", needed // 2), ("ddp", needed)):  # a replica of each rank
+        for text in on_ranks("load_on_a_small_host", 2, model=tiny_model, engine=engine, host_bytes=needed - 2):
+            assert f"at least {size_words(part)} of parameters and gradients per rank" in text
+            assert f"{size_words(needed // 2)}, the memory of this host, divided by its 2 ranks" in text
+            assert "lit-fsdp plan --savings" in text
 
 
 @pytest.mark.parametrize(

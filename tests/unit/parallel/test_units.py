@@ -10,10 +10,11 @@ import transformers
 from torch import nn
 from transformers import LlamaConfig
 
+from lit_fsdp.config.model import OptimConfig
 from lit_fsdp.config.strategy import StrategyConfig, WrapConfig
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.models.build import build_on_meta
-from lit_fsdp.parallel.materialize import Materializer, reset_parameters_reader
+from lit_fsdp.parallel.materialize import Materializer, check_memory, reset_parameters_reader
 from lit_fsdp.parallel.units import UnitPlan, plan_for, plan_units
 from tests.unit.models.families import tiny
 
@@ -209,3 +210,31 @@ def test_a_module_without_reset_parameters_is_named():
     net[0].scale = nn.Parameter(torch.ones(2, device="meta"))
     with pytest.raises(RuntimeError, match=r"^0 \(Holder\) is on meta and has no reset_parameters"):
         Materializer(net, reset_parameters_reader(0), torch.device("cpu")).fill(net[0])
+
+
+@pytest.mark.parametrize(
+    ("optim", "copies", "kinds"),
+    [
+        (None, 1, "parameters"),
+        (OptimConfig(), 4, "parameters, gradients and optimizer state"),
+        (OptimConfig(optimizer="torch.optim.SGD"), 2, "parameters and gradients"),  # momentum or none
+    ],
+)
+def test_state_larger_than_the_memory_is_refused_before_loading(
+    optim: OptimConfig | None, copies: int, kinds: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = llama(tied=False)
+    head = model.get_parameter("model.lm_head.weight").requires_grad_(False)
+    frozen, numbers = head.numel(), sum(p.numel() for p in model.parameters())
+    needed = 4 * (frozen + copies * (numbers - frozen))
+    ranks = 2
+    for memory, fits in ((needed, True), (needed - ranks, False)):
+        monkeypatch.setattr("lit_fsdp.parallel.materialize.host_bytes", lambda memory=memory: memory)
+        # the ranks of a host share its memory, as they share the state; a replica on each needs twice as much
+        for shards in (ranks, 1):
+            given = (model, shards, torch.device("cpu"), ranks, optim)
+            if fits and shards == ranks:
+                check_memory(*given)
+                continue
+            with pytest.raises(ConfigError, match=f"of {kinds} per rank\n.*divided by its 2 ranks"):
+                check_memory(*given)
