@@ -99,6 +99,7 @@ class CausalLMModule(LightningModule):
         self._hidden: set[str] = set()
         self._num_steps = 0
         self._configured: tuple[LambdaLR, list[dict[str, Any]]] | None = None
+        self._saved_lr: float | None = None
         self.stop_votes = [0.0, 0.0]
         # summed over all ranks: STEP_COUNTS, then votes to stop (interrupted, terminated)
         self.step_totals = torch.zeros(len(STEP_COUNTS) + 2, dtype=torch.float64)
@@ -198,12 +199,12 @@ class CausalLMModule(LightningModule):
             self._num_steps = self._total_steps(self.config.optim)
             scheduler.base_lrs = [options["initial_lr"] for options in configured]
             live = scheduler.optimizer.param_groups
-            before = live[0]["lr"]
             for group, options, factor in zip(live, configured, scheduler.lr_lambdas, strict=True):
                 group.update({**options, "lr": options["initial_lr"] * factor(scheduler.last_epoch)})
-            if self.global_rank == 0 and not math.isclose(before, live[0]["lr"]):
+            before, now = self._saved_lr, live[0]["lr"]
+            if self.global_rank == 0 and before is not None and not math.isclose(before, now):
                 text = "learning rate changes from %.4g to %.4g because model.optim or the training length changed"
-                _log.warning(text, before, live[0]["lr"])
+                _log.warning(text, before, now)
 
     def training_step(self, batch: Mapping[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
         """Return the summed loss of this rank's micro-batch, an fp32 scalar; gradients are scaled later."""
@@ -428,7 +429,9 @@ class CausalLMModule(LightningModule):
         return load_weights(cls(**options), checkpoint_path)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Apply :meth:`check_checkpoint`."""
+        """Apply :meth:`check_checkpoint`, and record the learning rate, which an imported checkpoint lacks."""
+        rates = [rate for one in checkpoint.get("lr_schedulers", ()) for rate in one.get("_last_lr", ())]
+        self._saved_lr = rates[0] if rates else None
         folder = getattr(self.trainer.strategy, "loaded_checkpoint", None)
         if folder is not None:
             self.check_checkpoint(read_manifest(folder))

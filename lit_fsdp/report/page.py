@@ -130,9 +130,13 @@ def write_page(runs: Sequence[RunFiles], out: Path) -> None:
     if several:
         flat = [dict(leaves(run.recipe)) for run in runs]
         keys = dict.fromkeys(key for values in flat for key in values)
-        differing = [key for key in keys if any(values.get(key) != flat[0].get(key) for values in flat)]
+        differing = [key for key in keys if len({str(values.get(key)) for values in flat}) > 1]  # a flag may give text
         columns = [{key: json.dumps(values.get(key), ensure_ascii=False) for key in differing} for values in flat]
         parts.append(_beside("Where the recipes differ", names, columns) or "<p>The recipes are equal.</p>")
+    ends = [curve.last_step for run in runs if (curve := run.metrics.get("train_loss"))]
+    if len({*ends}) > 1:
+        steps = ", ".join(f"{end:,}" for end in ends)
+        parts.append(f"<p>Training losses end at different steps ({steps}): compare curves at the same step.</p>")
     parts.append(_charts(runs))
     if memory := _beside("Memory, planned and measured", names, [_memory(run) for run in runs]):
         parts += [memory, "<p class=note>GPU: memory allocated by torch; CPU: growth of the process.</p>"]
