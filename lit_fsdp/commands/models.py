@@ -88,6 +88,7 @@ def run_generate(argv: Sequence[str]) -> int:
     parser = verb_parser("generate", text, "lit-fsdp generate --model model --prompt 1969-07-20")
     parser.add_argument("--model", required=True, help="model folder, or folder of an adapter")
     parser.add_argument("--base", help="base of an adapter: folder, GGUF file or hub name; default: from its config")
+    parser.add_argument("--trust_remote_code", action="store_true", help="run Python code of the base or model")
     parser.add_argument("--prompt", help="user message; default: chat, one message per line of standard input")
     parser.add_argument("--system", help="system message")
     parser.add_argument("--max_new_tokens", type=int, default=256, help="maximum answer length in tokens (default 256)")
@@ -107,7 +108,9 @@ def run_generate(argv: Sequence[str]) -> int:
 
     disable_progress_bar()
     manual_seed(options.seed or 0)
-    chat = Chat(options.model, options.system, options.max_new_tokens, options.base, sampling)
+    chat = Chat(
+        options.model, options.system, options.max_new_tokens, options.base, sampling, options.trust_remote_code
+    )
     if options.prompt is not None:
         print(answer := chat.answer(options.prompt))
         if not answer.strip():

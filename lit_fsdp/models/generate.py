@@ -24,6 +24,7 @@ from lit_fsdp.host import cpu_has_bf16
 from lit_fsdp.models.base import base_of_folder, find_base
 from lit_fsdp.models.build import build_on_meta, vocabulary_modules, vocabulary_tensors
 from lit_fsdp.models.experts import choose_eager, fused_experts
+from lit_fsdp.models.hub import reading
 from lit_fsdp.models.lora import load_adapter_folder
 from lit_fsdp.models.preference import evaluating
 from lit_fsdp.models.quantize import as_loaded, linear_layers, rounded, whole_layers
@@ -43,6 +44,7 @@ class Chat:
         max_new_tokens: Maximum length of an answer.
         base: Location of an adapter's base.
         sampling: ``temperature`` and ``top_p``; without them, the likeliest token is chosen each time.
+        trust_remote_code: Run Python code of the model or base.
 
     Raises:
         ConfigError: The folder has no model or adapter, or the base cannot be found or is a different model.
@@ -55,8 +57,9 @@ class Chat:
         max_new_tokens: int = 256,
         base: str | None = None,
         sampling: dict[str, float] | None = None,
+        trust_remote_code: bool = False,
     ) -> None:
-        self.model, self.tokenizer = _loaded(folder, base)
+        self.model, self.tokenizer = _loaded(folder, base, trust_remote_code)
         self.max_new_tokens = max_new_tokens
         self.sampling = sampling
         self.conversation = [{"role": "system", "content": system}] if system else []
@@ -72,7 +75,7 @@ class Chat:
         return text
 
 
-def _loaded(folder: str, base: str | None) -> tuple[Any, PreTrainedTokenizerBase]:
+def _loaded(folder: str, base: str | None, trust_remote_code: bool) -> tuple[Any, PreTrainedTokenizerBase]:
     place = Path(folder).expanduser()
     is_adapter = (place / "adapter_config.json").is_file()
     is_known = is_adapter or ((place / "config.json").is_file() and base is None)
@@ -82,13 +85,13 @@ def _loaded(folder: str, base: str | None) -> tuple[Any, PreTrainedTokenizerBase
     if is_run or (place / "manifest.json").is_file():
         fix = f"run lit-fsdp export --ckpt {quote(folder)} --out NEW, then lit-fsdp generate --model NEW"
     require(is_known, "--model", folder, allowed, fix)
-    tokenizer = read_tokenizer(folder, trust_remote_code=False)
+    tokenizer = read_tokenizer(folder, trust_remote_code)
     dtype = torch.bfloat16 if torch.cuda.is_available() or cpu_has_bf16() else torch.float32
     weights: Any = place
-    options: dict[str, Any] = {"dtype": dtype, "local_files_only": True}
+    options: dict[str, Any] = {"dtype": dtype, "local_files_only": True, "trust_remote_code": trust_remote_code}
     if is_adapter:
         saved = base_of_folder(place)
-        source = find_base(saved, place, base)
+        source = find_base(saved, place, base, trust_remote_code)
         weights = source.weights_folder
         options |= {"config": source.hf_config} if saved.get("config_overrides") else {}
         given = f"{base or saved['name']}, whose weights were initialized randomly"
@@ -101,10 +104,12 @@ def _loaded(folder: str, base: str | None) -> tuple[Any, PreTrainedTokenizerBase
             options |= {"config": source.hf_config, "quantization_config": Mxfp4Config(dequantize=True)}
         elif saved.get("quantize"):
             trained = json.loads((place / "adapter_config.json").read_bytes()).get("modules_to_save") or []
-            plain = build_on_meta(source.hf_config)
+            plain = build_on_meta(source.hf_config, trust_remote_code=trust_remote_code)
             keep = [*trained, *vocabulary_modules(plain), *whole_layers(plain)]
             options["quantization_config"] = as_loaded(dtype, saved["double_quantization"], keep)
-    model: Any = AutoModelForCausalLM.from_pretrained(weights, **options)
+    fix = "export the model again; if it has its own Python code, read it, and add --trust_remote_code to run it"
+    with reading(place, "--model", fix):
+        model: Any = AutoModelForCausalLM.from_pretrained(weights, **options)
     choose_eager(model)
     for layer in model.modules():
         if hasattr(layer, "support_avx512bf16_for_cpu"):  # a kernel that fails for widths that are no multiple of 32

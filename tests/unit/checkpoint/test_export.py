@@ -23,6 +23,7 @@ from lit_fsdp.errors import CheckpointError, ConfigError
 from lit_fsdp.models.base import base_of_folder, describe_base, weights_hash
 from lit_fsdp.models.build import build_on_meta
 from lit_fsdp.models.export_files import model_files
+from lit_fsdp.models.generate import Chat
 from lit_fsdp.models.lora import apply_lora
 from lit_fsdp.models.resolve import resolve_model
 from lit_fsdp.models.tokenizers import miniature_tokenizer
@@ -130,6 +131,9 @@ class OwnLM(LlamaForCausalLM):
     assert {name: (tmp_path / "out" / name).read_text() for name in codes} == codes
     found = AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=True)
     torch.testing.assert_close(logits(found), logits(Saved(tmp_path / "plain").model) * 1.5)
+    with pytest.raises(ConfigError, match=r"^--model: got (?s:.*)read it, and add --trust_remote_code to run it"):
+        Chat(str(tmp_path / "out"))
+    assert type(Chat(str(tmp_path / "out"), trust_remote_code=True).model).__name__ == "OwnLM"
 
 
 def test_weights_that_are_infinite_in_fp16_are_refused(tmp_path: Path) -> None:
