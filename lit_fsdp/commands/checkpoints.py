@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 from collections.abc import Sequence
@@ -109,6 +110,7 @@ def _import(argv: Sequence[str]) -> int:
     parser.add_argument("--model", required=True, help="model of the checkpoint: folder, hub name or config .json")
     parser.add_argument("--prefix", help="prefix of its parameter names; default: detected by matching")
     parser.add_argument("--allow-surplus", action="store_true", help="skip tensors that the model does not have")
+    parser.add_argument("--trust_remote_code", action="store_true", help="run Python code of the model")
     options = parse(parser, argv)
     with heavy_imports():
         from lit_fsdp.checkpoint.importing import import_checkpoint, open_source
@@ -117,10 +119,10 @@ def _import(argv: Sequence[str]) -> int:
         from lit_fsdp.parallel.units import tied_names
 
     if (options.source / "adapter_config.json").is_file():
-        print(_import_adapter(options.source, options.out, options.model, options.allow_surplus))
+        print(_import_adapter(options))
         return 0
     source = open_source(options.source)  # before the model is resolved
-    module = CausalLMModule(name=options.model).build()
+    module = CausalLMModule(name=options.model, trust_remote_code=options.trust_remote_code).build()
     built = module.model
     assert built is not None
     ties = tied_names(built)
@@ -130,8 +132,8 @@ def _import(argv: Sequence[str]) -> int:
     return 0
 
 
-def _import_adapter(folder: Path, out: Path, model: str, allow_surplus: bool) -> str:
-    """Write peft's adapter in ``folder`` as a checkpoint at step 0, with ``model`` as its base."""
+def _import_adapter(options: argparse.Namespace) -> str:
+    """Write peft's adapter in the source folder as a checkpoint at step 0, with the model as its base."""
     from lit_fsdp.checkpoint.export import adapter_sources
     from lit_fsdp.checkpoint.importing import Source, import_checkpoint, read_safetensors
     from lit_fsdp.config.model import LoraConfig
@@ -140,12 +142,13 @@ def _import_adapter(folder: Path, out: Path, model: str, allow_surplus: bool) ->
     from lit_fsdp.models.lora import apply_saved_lora, check_saved_lora, is_adapter
     from lit_fsdp.module import CausalLMModule
 
+    folder = options.source
     settings = json.loads((folder / "adapter_config.json").read_bytes())
     kind = settings.get("peft_type")
     require(kind == "LORA", "ckpt import", f"{folder}, an adapter of type {kind}", "LORA", "merge it with peft first")
     check_saved_lora(settings, folder / "adapter_config.json")
     stored = read_safetensors(folder / "adapter_model.safetensors")
-    module = CausalLMModule(name=model).build()
+    module = CausalLMModule(name=options.model, trust_remote_code=options.trust_remote_code).build()
     built: Any = module.model
     apply_saved_lora(built, settings)
     shapes = {name: tuple(tensor.shape) for name, tensor in built.state_dict().items() if is_adapter(name)}
@@ -153,4 +156,5 @@ def _import_adapter(folder: Path, out: Path, model: str, allow_surplus: bool) ->
     source = Source(folder, {names.get(name, name): tensor for name, tensor in stored.items()})
     base = describe_base(module.source, dataclasses.replace(module.config, lora=LoraConfig()), 0)
     entry = model_entry(module.source, {}, settings, (), base)
-    return import_checkpoint(source, out, shapes, {}, module.checkpoint_files(), entry, "", allow_surplus)
+    files = module.checkpoint_files()
+    return import_checkpoint(source, options.out, shapes, {}, files, entry, "", options.allow_surplus)

@@ -14,6 +14,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig
 
+from lit_fsdp.__main__ import main
 from lit_fsdp.checkpoint.export import export
 from lit_fsdp.checkpoint.export_verify import find_export_differences
 from lit_fsdp.checkpoint.run_folder import step_folder
@@ -134,6 +135,21 @@ class OwnLM(LlamaForCausalLM):
     with pytest.raises(ConfigError, match=r"^--model: got (?s:.*)read it, and add --trust_remote_code to run it"):
         Chat(str(tmp_path / "out"))
     assert type(Chat(str(tmp_path / "out"), trust_remote_code=True).model).__name__ == "OwnLM"
+    theirs = {"state_dict": found.state_dict(), "optimizer_states": [], "global_step": 3, "loops": {}}
+    torch.save({**theirs, "pytorch-lightning_version": "2.6.0"}, tmp_path / "theirs.ckpt")
+    words = [
+        "ckpt",
+        "import",
+        str(tmp_path / "theirs.ckpt"),
+        "-o",
+        str(tmp_path / "new"),
+        "--model",
+        str(tmp_path / "out"),
+    ]
+    assert main(words) == 2
+    assert not (tmp_path / "new").exists()
+    assert main([*words, "--trust_remote_code"]) == 0
+    assert {name: (tmp_path / "new/hf" / name).read_text() for name in codes} == codes
 
 
 def test_weights_that_are_infinite_in_fp16_are_refused(tmp_path: Path) -> None:
