@@ -135,6 +135,8 @@ class OwnLM(LlamaForCausalLM):
     with pytest.raises(ConfigError, match=r"^--model: got (?s:.*)read it, and add --trust_remote_code to run it"):
         Chat(str(tmp_path / "out"))
     assert type(Chat(str(tmp_path / "out"), trust_remote_code=True).model).__name__ == "OwnLM"
+    found.resize_token_embeddings(len(miniature_tokenizer()), mean_resizing=False)
+    found.save_pretrained(tmp_path / "out")
     theirs = {"state_dict": found.state_dict(), "optimizer_states": [], "global_step": 3, "loops": {}}
     torch.save({**theirs, "pytorch-lightning_version": "2.6.0"}, tmp_path / "theirs.ckpt")
     words = [
