@@ -79,8 +79,11 @@ class Source:
                 shown = yaml.safe_dump(
                     whole, default_flow_style=True, sort_keys=False, allow_unicode=True, width=10_000
                 )
-                fix = f"\n  fix:     set data.columns: {shown.strip()}" if near else ""
-                raise DataError(f"{self.name}: no column {theirs!r}, mapped to {ours!r}\n  allowed: {names}{fix}")
+                fix = f"set data.columns: {shown.strip()}"
+                if not near:
+                    fix = "set columns for one source, not data.columns for all: [{source: FILE, columns: {…}}]"
+                text = f"{self.name}: no column {theirs!r}, mapped to {ours!r}\n  allowed: {names}\n  fix:     {fix}"
+                raise DataError(text)
         turns = [turn for _, row in good for part in row.values() if isinstance(part, list) for turn in part]
         there = {key for turn in turns if isinstance(turn, dict) for key in turn}
         for ours, theirs in (self.turns.keys if self.turns else {}).items():

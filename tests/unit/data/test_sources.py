@@ -228,7 +228,8 @@ def test_names_that_are_not_there(tmp_path: Path):
 def test_columns_and_formats(tmp_path: Path):
     path = write_rows(tmp_path / "a.jsonl", [{"q": "x", "a": "y", "prompt": "no"}])
     assert _read(path, columns={"prompt": "q", "completion": "a"})[0][1] == {"prompt": "x", "completion": "y"}
-    with pytest.raises(DataError, match=r"a\.jsonl: no column 'z', .*\n  allowed: \['a', 'q'\]"):
+    fix = r"set columns for one source, not data.columns for all: \[\{source: FILE, columns: "
+    with pytest.raises(DataError, match=rf"a\.jsonl: no column 'z', .*\n  allowed: \['a', 'q'\]\n  fix:     {fix}"):
         _ = find_sources(str(path), DataConfig(columns={"prompt": "z"}))[0].row_format
     typo = str(write_rows(tmp_path / "b.jsonl", [{"question": "x", "answer": "y"}]))
     with pytest.raises(DataError) as error:
