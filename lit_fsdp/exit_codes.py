@@ -19,6 +19,7 @@ from lit_fsdp.errors import (
 )
 from lit_fsdp.host import EXIT_LOST, first_one_speaks, global_rank, is_first_process, is_launched_by_lightning, tell_job
 from lit_fsdp.redaction import guarded_streams
+from lit_fsdp.signals import SIGNAL_FLAGS
 
 _CLOSED = re.compile("Connection (closed|reset|refused)( by peer)?|Broken pipe")
 """Messages of a connection to a rank that has ended."""
@@ -29,7 +30,7 @@ def exit_code_of(act: Callable[[], int], debug: bool = False) -> int:
 
     With ``debug``, errors that a user can fix also show a traceback.
     """
-    code = 1  # of an uncaught exception
+    code, SIGNAL_FLAGS.failed = 1, None  # the code of an uncaught exception
     try:
         with guarded_streams():
             code = _exit_code_of(act, debug)
@@ -100,7 +101,7 @@ def _lost(error: BaseException) -> str:
 def _say(text: str, code: int) -> int:
     # quoted rows and file names may contain escape sequences, which must not reach the terminal
     text = "".join(c if c == "\n" or c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-    rank = global_rank()
+    rank, SIGNAL_FLAGS.failed = global_rank(), code
     with contextlib.suppress(OSError):  # without output the exit code still counts
         print(f"[rank {rank}] error: {text}" if rank else f"error: {text}", file=sys.stderr, flush=True)
     return code

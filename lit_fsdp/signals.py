@@ -53,6 +53,8 @@ class SignalFlags:
         self.can_save = can_save
         self.before_exit: Callable[[], object] = lambda: None
         """Called before the process ends at once."""
+        self.failed: int | None = None
+        """Exit code of an error that was printed, with which a signal ends the process."""
         self._is_installed = self._is_warned = False
 
     def install(self) -> None:
@@ -93,6 +95,8 @@ class SignalFlags:
             self._end("stopped by a signal; there is nothing to save yet", EXIT_STOPPED)
 
     def _end(self, text: str, code: int) -> None:
+        if self.failed is not None:  # Lightning ends the first rank when another one has failed with the same error
+            text, code = "", self.failed
         _say(text)
         self.before_exit()
         tell_job(f"exit.{global_rank()}", str(code))
@@ -104,6 +108,6 @@ SIGNAL_FLAGS = SignalFlags(can_save=False)
 
 
 def _say(text: str) -> None:
-    if is_first_process():
+    if text and is_first_process():
         sys.stderr.write(f"{text}\n")
         sys.stderr.flush()

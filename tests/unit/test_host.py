@@ -192,3 +192,19 @@ print(gc.get_freeze_count() == frozen)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert (done.stdout, done.stderr) == ("True\n", "")
+
+
+def test_a_signal_after_an_error_changes_neither_the_exit_code_nor_the_message() -> None:
+    lines = [
+        "import os, signal, time",
+        "from lit_fsdp.errors import ConfigError",
+        "from lit_fsdp.exit_codes import exit_code_of",
+        "from lit_fsdp.signals import SIGNAL_FLAGS",
+        "def fail(): raise ConfigError('model', 'one', 'another')",
+        "SIGNAL_FLAGS.install()",
+        "exit_code_of(fail)",
+        "os.kill(os.getpid(), signal.SIGTERM)",
+        "time.sleep(60)",
+    ]
+    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (2, "error: model: got one\n  allowed: another\n")

@@ -15,7 +15,8 @@ ROOT = Path(__file__).parents[2]
 FLOORS = (
     "errors redaction",
     "host",
-    "logs signals exit_codes config",
+    "logs signals config",
+    "exit_codes",
     "metrics data models convert parity",
     "checkpoint",
     "parallel report launch",
