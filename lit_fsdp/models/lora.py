@@ -27,6 +27,7 @@ from transformers.pytorch_utils import Conv1D
 from lit_fsdp.config.model import LoraConfig
 from lit_fsdp.errors import ConfigError, require
 from lit_fsdp.models.adapted import apply_one_function
+from lit_fsdp.models.adapter_names import ADAPTER, base_name, is_adapter
 from lit_fsdp.models.experts import fused_experts
 from lit_fsdp.models.quantize import PackedExperts, apply_nf4, pack, pack_experts
 from lit_fsdp.models.special_layers import ATTENTION, bypassed_layers, router_layers
@@ -34,7 +35,6 @@ from lit_fsdp.models.weights import Weights, seeded, tied_groups
 
 _log = logging.getLogger(__name__)
 _PATH = "model.lora"
-_ADAPTER = "default"
 _BITSANDBYTES = "bitsandbytes"
 _HANDED = ("layers_to_transform", "layers_pattern", "exclude_modules", "rank_pattern", "alpha_pattern")
 _GAUSSIAN = ("init_lora_weights", "gaussian")
@@ -43,7 +43,6 @@ _FIELDS = set(  # of adapter_config.json that model.lora has itself, or peft fil
     "peft_type auto_mapping peft_version base_model_name_or_path revision inference_mode fan_in_fan_out".split()
 )
 _LAYERS = (nn.Linear, Conv1D, nn.Embedding)  # targeted as modules, not as parameters
-_WRAPPERS = re.compile(rf"(\.base_layer|\.original_module|\.modules_to_save\.{_ADAPTER})(?=\.|$)")
 _ADAPTER_PARTS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector")
 
 
@@ -62,7 +61,7 @@ class LoraWeights:
         self._base, self._seed, self._device = base, seed, device or torch.device("cpu")
         self._modules = dict(model.named_modules())
         settings: Any = model.peft_config
-        self._is_gaussian = settings[_ADAPTER].init_lora_weights == "gaussian"
+        self._is_gaussian = settings[ADAPTER].init_lora_weights == "gaussian"
 
     def read(self, module_name: str, module: nn.Module, attribute: str, rows: slice | None = None) -> torch.Tensor:
         """Same as :meth:`lit_fsdp.models.weights.Weights.read`, with names of the model with adapters.
@@ -322,17 +321,7 @@ def _inject(model: PreTrainedModel, settings: Any) -> Any:
         warnings.filterwarnings("ignore", "fan_in_fan_out")  # peft sets it as the layer needs it, and warns
         peft = _peft()
         with _without_bitsandbytes():
-            return peft.LoraModel(model, settings, _ADAPTER, low_cpu_mem_usage=True)
-
-
-def is_adapter(name: str) -> bool:
-    """Whether a parameter belongs to an adapter, or to a fully trained copy of a module (``modules_to_save``)."""
-    return ".lora_" in name or ".modules_to_save." in name
-
-
-def base_name(name: str) -> str:
-    """The name in the model without adapters of a base module, or of its fully trained copy."""
-    return _WRAPPERS.sub("", name)
+            return peft.LoraModel(model, settings, ADAPTER, low_cpu_mem_usage=True)
 
 
 def _check_names(model: PreTrainedModel, field: str, names: list[str], layers: str) -> None:

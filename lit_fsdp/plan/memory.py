@@ -18,6 +18,7 @@ from lit_fsdp.config.strategy import StrategyConfig, mesh_shape
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.metrics.flops import experts_per_token, flop_formula
 from lit_fsdp.metrics.hardware import Gpu
+from lit_fsdp.models.adapter_names import is_lora
 from lit_fsdp.models.build import build_trainable
 from lit_fsdp.models.expert_parallel import share_sent
 from lit_fsdp.models.experts import grouped_experts
@@ -280,7 +281,7 @@ def step_time(run: RunConfig, gpu: Gpu | None) -> dict[str, float] | None:
 def _expert_params(run: RunConfig) -> set[Any]:
     """Return expert weights that can be divided over ranks, without adapters, which are not divided."""
     experts = grouped_experts(_planned(run)[0].model).values()
-    return {p for module in experts for name, p in module.named_parameters() if "lora_" not in name}
+    return {p for module in experts for name, p in module.named_parameters() if not is_lora(name)}
 
 
 def expert_degree(run: RunConfig) -> int:
