@@ -20,7 +20,6 @@ import yaml
 
 from lit_fsdp.commands import parsing
 from lit_fsdp.commands.parsing import RECIPE, columns, verb_parser
-from lit_fsdp.config.data import accumulation_steps
 from lit_fsdp.config.parser import LoadedRecipe, load_recipe
 from lit_fsdp.config.run import STRATEGY
 from lit_fsdp.config.strategy import check_accumulation
@@ -103,10 +102,9 @@ def run_plan(argv: Sequence[str]) -> int:
         numbers, allowed = f"{each} on {nodes} node(s) for {gpus} GPUs", "--gpus / --nodes; omit one of the three"
         require(fits, "--gpus-per-node", numbers, allowed)
     run = _loaded(parser, words, gpus, nodes, "--gpus").run
-    ranks = run.data_ranks
-    steps = accumulation_steps(run.data, ranks, run.trainer["accumulate_grad_batches"])
+    steps = run.accumulation_steps()
     check_accumulation(run.strategy, steps, STRATEGY, f"data.micro_batch_size: {steps * run.data.micro_batch_size}")
-    data = dataclasses.replace(run.data, global_batch_size=steps * run.data.micro_batch_size * ranks)
+    data = dataclasses.replace(run.data, global_batch_size=steps * run.data.micro_batch_size * run.data_ranks)
     run = dataclasses.replace(run, data=data, trainer={**run.trainer, "accumulate_grad_batches": None})
     gc.set_threshold(100_000)  # there is little garbage, and collecting it takes a fifth of the time
     with heavy_imports():
