@@ -97,7 +97,7 @@ OF_ACCELERATE = under("deepspeed_config", {
 """The keys of Accelerate's ``deepspeed_config``."""
 
 
-def convert_deepspeed(conversion: Conversion, values: dict[str, Any], ranks: int | None) -> None:
+def convert_deepspeed(conversion: Conversion, values: dict[str, Any], _: Path, ranks: int | None) -> None:
     """Convert a DeepSpeed configuration."""
     source = Source(conversion, _DEEPSPEED, values)
     _put_stage(conversion, source, ranks)

@@ -9,7 +9,7 @@ from typing import Any
 from lit_fsdp.config.words import ROWS_FILES
 from lit_fsdp.convert.accelerate import SHARDINGS, convert_fsdp, fsdp_table
 from lit_fsdp.convert.conversion import Conversion, Given, choose, names, number, read_mapping
-from lit_fsdp.convert.deepspeed import put_deepspeed, put_engine, put_precision, put_ranks
+from lit_fsdp.convert.deepspeed import put_deepspeed, put_engine, put_precision
 from lit_fsdp.convert.tables import FILLED_IN, OFF, Drop, Keep, Source, Table, put_data_sets, rows
 
 _RECOMPUTE = Keep("activation_checkpointing.mode", {"true": "full", "false": None}, "the blocks of the wrap choice")
@@ -214,9 +214,7 @@ def put_adapters(conversion: Conversion, source: Source, folder: Path, validates
         conversion.drop(text, "it is the default")
 
 
-def convert_hf_trainer(
-    conversion: Conversion, values: dict[str, Any], folder: Path, ranks: int | None, num_nodes: int
-) -> None:
+def convert_hf_trainer(conversion: Conversion, values: dict[str, Any], folder: Path, ranks: int | None) -> None:
     """Convert TrainingArguments; file paths are resolved relative to here, then to ``folder``."""
     for key in ("fsdp_config", "accelerator_config", "lr_scheduler_kwargs"):
         if isinstance(values.get(key), str):
@@ -232,7 +230,6 @@ def convert_hf_trainer(
             missing = Given("loss_type (sigmoid by default)", "")
             note = "if the file is for DPO, write it into the file"
             conversion.keep(missing, "model.preference.loss", "dpo", note, differs=True)
-    put_ranks(conversion, ranks, num_nodes)
     cpu = source.take("use_cpu", False)
     if cpu.on:
         conversion.keep(cpu, "trainer.accelerator", "cpu")

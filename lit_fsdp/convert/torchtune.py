@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 from lit_fsdp.convert.accelerate import put_shards
@@ -70,7 +71,7 @@ _TORCHTUNE: Table = {
 }  # fmt: skip
 
 
-def convert_torchtune(conversion: Conversion, values: dict[str, Any], ranks: int | None) -> None:
+def convert_torchtune(conversion: Conversion, values: dict[str, Any], _: Path, ranks: int | None) -> None:
     """Convert a torchtune configuration for one or several devices."""
     values = _resolved(values, values)
     is_known = "policy_model" not in values
