@@ -106,7 +106,7 @@ class CausalLMDataModule(LightningDataModule):
         """Return prompts of the first ``of`` kept validation rows, or of all rows of a source."""
         tokenizer, config = self._tokenizer_or_the_models(), self.config
         if isinstance(of, str):
-            return read_prompts(of, config, tokenizer, num_embeddings=self._num_embeddings)
+            return read_prompts(of, config, tokenizer, None, self._num_embeddings)
         self.prepare(("val",))
         samples = self._split("val")
         numbers = np.unique(samples.rows.numbers[samples.row_ids])[:of].tolist()

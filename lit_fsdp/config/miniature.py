@@ -12,7 +12,7 @@ from lit_fsdp.config.strategy import wrap_from_words
 _SMALL_UNIT = 1.0e4
 
 
-def adapt_to_miniature(trainer: Any, strategy: Any, model: Any, data: Any = None) -> list[str]:
+def adapt_to_miniature(trainer: Any, strategy: Any, model: Any, data: Any) -> list[str]:
     """Replace in place what a miniature on a few CPU ranks cannot use, and return one line per replacement.
 
     All arguments are namespaces; pass None for a third-party strategy or data module.
