@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from lit_fsdp.config.parser import load_recipe
+from lit_fsdp.config.run import FACTORY, STRATEGY
 from lit_fsdp.convert.accelerate import convert_accelerate
 from lit_fsdp.convert.axolotl import convert_axolotl
-from lit_fsdp.convert.conversion import STRATEGY, Conversion, Given, read_mapping
+from lit_fsdp.convert.conversion import Conversion, Given, read_mapping
 from lit_fsdp.convert.deepspeed import convert_deepspeed, put_ranks
 from lit_fsdp.convert.hf_trainer import convert_hf_trainer
 from lit_fsdp.convert.torchtune import convert_torchtune
@@ -95,7 +96,7 @@ def _finish(conversion: Conversion) -> None:
     for field in ("precision", "activation_checkpointing"):
         if list(strategy.get(field, ())) == ["mode"]:
             strategy[field] = strategy[field]["mode"]
-    conversion.recipe["trainer"]["strategy"] = {"class_path": "lit_fsdp.fsdp_strategy", "init_args": strategy}
+    conversion.recipe["trainer"]["strategy"] = {"class_path": FACTORY, "init_args": strategy}
 
 
 def _check(conversion: Conversion) -> None:

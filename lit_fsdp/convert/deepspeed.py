@@ -7,7 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lit_fsdp.convert.conversion import STRATEGY, Conversion, Given, read_mapping
+from lit_fsdp.config.run import STRATEGY
+from lit_fsdp.convert.conversion import Conversion, Given, read_mapping
 from lit_fsdp.convert.tables import FILLED_IN, OFF, Drop, Keep, Source, Table, rows, under
 from lit_fsdp.errors import require
 
