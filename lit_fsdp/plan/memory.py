@@ -138,10 +138,9 @@ def least_bytes(run: RunConfig) -> int:
     strategy = settled_strategy(run)
     if strategy.offloads:
         return 0
-    stays = strategy.is_sharded and strategy.sharding in ("shard_grad_op", "hybrid_shard_zero2")
     size = TORCH_DTYPES[strategy.precision_config.row.compute].itemsize
     gathered = sum(number for _, number in _numels(run))
-    return _state_of(_largest_state(run)) + stays * size * gathered
+    return _state_of(_largest_state(run)) + strategy.keeps_gathered * size * gathered
 
 
 def zero_table(run: RunConfig) -> dict[str, int]:
