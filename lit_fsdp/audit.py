@@ -14,7 +14,7 @@ from torch import nn
 
 from lit_fsdp.config.model import FLASH_ATTENTION
 from lit_fsdp.config.run import STRATEGY, RunConfig
-from lit_fsdp.config.strategy import StrategyConfig, mesh_shape
+from lit_fsdp.config.strategy import StrategyConfig
 from lit_fsdp.errors import require
 from lit_fsdp.models.build import build_trainable
 from lit_fsdp.models.optimizers import state_bytes
@@ -39,9 +39,8 @@ class CausalLMModule(nn.Module):
 
 def audit_recipe(run: RunConfig) -> dict[str, Any]:
     """Return the content of this run's ``audit.json`` about units, and the state per rank, from the model's config."""
-    assert run.world_size is not None
     strategy, model_config, optim = settled_strategy(run), run.model, run.model.optim
-    copies, shards = mesh_shape(strategy, run.num_nodes, run.world_size, STRATEGY)
+    copies, shards = run.mesh_shape()
     attention, row = model_config.attn_implementation, strategy.precision_config.row
     degree = strategy.context_config.degree
     given, fits = f"{degree} with attention {attention}", degree == 1 or attention not in FLASH_ATTENTION

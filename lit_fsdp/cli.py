@@ -450,7 +450,7 @@ class RecipeCLI(LightningCLI):
         wait_for_first()
         parsed, trainer, verb = self._section(), self.trainer, str(self.verb)
         folder = Path(parsed.trainer.default_root_dir)
-        recipe = self._recipe_of_run() if verb == "fit" else b""
+        recipe = self._recipe_text(ckpt_path=None).encode() if verb == "fit" else b""  # not for a new run
         if self._has_own_data() and isinstance(self.model, CausalLMModule):
             self.datamodule.attach(self.model.tokenizer, parsed.seed_everything or 0, self.model.is_preference)
             self.datamodule.num_embeddings = self.model.num_embeddings
@@ -479,9 +479,6 @@ class RecipeCLI(LightningCLI):
                 strategy.checkpoint_files["recipe.yaml"] = recipe
         SIGNAL_FLAGS.has_peers = SIGNAL_FLAGS.has_peers or trainer.world_size > 1
         LAUNCHED_RANKS.release()
-
-    def _recipe_of_run(self) -> bytes:
-        return self._recipe_text(ckpt_path=None).encode()  # not for a new run
 
     def _recipe_text(self, **instead: Any) -> str:
         """The resolved recipe with all defaults, short forms for our own classes, and secrets as ``***``."""

@@ -18,7 +18,6 @@ from transformers import PreTrainedTokenizerBase
 from lit_fsdp.config.data import DEFAULT_BATCH, STAGES, DataConfig, accumulation_steps
 from lit_fsdp.config.run import check_whole_batches
 from lit_fsdp.config.sections import build, refuse_positional, takes_fields
-from lit_fsdp.config.strategy import StrategyConfig
 from lit_fsdp.data.batches import BatchLoader, SampleBatches
 from lit_fsdp.data.encode import RowEncoder
 from lit_fsdp.data.order import GlobalOrder, Start, micro_batches, num_micro_batches
@@ -31,6 +30,7 @@ from lit_fsdp.errors import ConfigError, DataError, require
 from lit_fsdp.host import is_first_process
 from lit_fsdp.metrics.hardware import is_accelerator
 from lit_fsdp.models.tokenizers import pad_id
+from lit_fsdp.parallel.mesh import data_ranks
 
 _log = logging.getLogger(__name__)
 
@@ -106,7 +106,7 @@ class CausalLMDataModule(LightningDataModule):
         """Return prompts of the first ``of`` kept validation rows, or of all rows of a source."""
         tokenizer, config = self._tokenizer_or_the_models(), self.config
         if isinstance(of, str):
-            return read_prompts(of, config, tokenizer, num_embeddings=self._num_embeddings)
+            return read_prompts(of, config, tokenizer, None, self._num_embeddings)
         self.prepare(("val",))
         samples = self._split("val")
         numbers = np.unique(samples.rows.numbers[samples.row_ids])[:of].tolist()
@@ -356,10 +356,3 @@ class CausalLMDataModule(LightningDataModule):
                 raise ConfigError("data", "no tokenizer", allowed, "call datamodule.attach(tokenizer, seed)")
             self._tokenizer = tokenizer
         return self._tokenizer
-
-
-def data_ranks(trainer: Any) -> tuple[int, int]:
-    """Return the number of data-parallel ranks, and the index of this one; a context group shares an index."""
-    config = getattr(trainer.strategy, "config", None)
-    degree = config.context_config.degree if isinstance(config, StrategyConfig) else 1
-    return trainer.world_size // degree, trainer.global_rank // degree

@@ -27,8 +27,8 @@ from lit_fsdp.data.order import FILLER
 from lit_fsdp.errors import require
 from lit_fsdp.host import cache_root, is_first_process, make_once
 from lit_fsdp.metrics.step_metrics import STEP_COUNTS, SumMetric
+from lit_fsdp.models.adapter_names import base_name, is_adapter
 from lit_fsdp.models.base import weights_hash
-from lit_fsdp.models.lora import base_name, is_adapter
 from lit_fsdp.models.loss import ONE_ROW, TokenLoss, sample_losses
 from lit_fsdp.models.packing import pairs_in_one_row, rows_of_pairs
 from lit_fsdp.models.preference import PAIR_COUNTS, adapters_off, evaluating, pair_metrics, preference_forward

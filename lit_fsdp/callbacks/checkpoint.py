@@ -24,6 +24,7 @@ from lit_fsdp.errors import CheckpointError, require
 from lit_fsdp.metrics.hardware import is_accelerator
 from lit_fsdp.metrics.step_metrics import end_of
 from lit_fsdp.parallel.base import EngineStrategy
+from lit_fsdp.parallel.mesh import data_ranks
 from lit_fsdp.parallel.units import clean_name
 from lit_fsdp.redaction import redact_values
 
@@ -187,7 +188,7 @@ class Checkpoint(ModelCheckpoint):
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Save the accumulation for Lightning's micro-batch counters; secrets in hyper-parameters become ``***``."""
-        checkpoint[_ACCUMULATION], checkpoint[_DATA_RANKS] = trainer.accumulate_grad_batches, _data_ranks(trainer)
+        checkpoint[_ACCUMULATION], checkpoint[_DATA_RANKS] = trainer.accumulate_grad_batches, data_ranks(trainer)[0]
         for key in ("hyper_parameters", "datamodule_hyper_parameters"):
             if key in checkpoint:
                 checkpoint[key] = redact_values(checkpoint[key])
@@ -268,18 +269,12 @@ class Checkpoint(ModelCheckpoint):
         return Ranks().first("looking for disk space", check)
 
 
-def _data_ranks(trainer: Trainer) -> int:
-    """The number of ranks with rows of their own."""
-    kwargs: dict[str, Any] = getattr(trainer.strategy, "distributed_sampler_kwargs", {})
-    return int(kwargs.get("num_replicas", trainer.world_size))
-
-
 def _count_in_micro_batches_of(
-    trainer: Trainer, checkpoint: dict[str, Any], saved: int | None, data_ranks: int | None
+    trainer: Trainer, checkpoint: dict[str, Any], saved: int | None, saved_ranks: int | None
 ) -> GradientAccumulationScheduler | None:
     """Adapt the counters of the fit loop in a checkpoint to the run of ``trainer``, in place.
 
-    The argument ``saved`` has the micro-batches per step, ``data_ranks`` the ranks with rows of their own, both when
+    The argument ``saved`` has the micro-batches per step, ``saved_ranks`` the ranks with rows of their own, both when
     the checkpoint was saved, if known. Five things are fixed. After the end of an epoch Lightning continues counting
     from its last micro-batch and would step too early if the last accumulation was short. After a save during a
     validation inside an accumulation, the data repeat that global batch. Another number of ranks changes the
@@ -304,17 +299,17 @@ def _count_in_micro_batches_of(
         text = "a step has %d micro-batches instead of %d, so trainer.val_check_interval %d is now %.3g steps, not %.3g"
         _log.info(text, now, before, every, every / now, every / before)
     taken = 0 if batches["is_last_batch"] else current["ready"] % before
-    ranks, is_ours = _data_ranks(trainer), hasattr(getattr(trainer, "datamodule", None), "position_at")
-    is_divided = not is_ours and data_ranks not in (None, ranks)
+    ranks, is_ours = data_ranks(trainer)[0], hasattr(getattr(trainer, "datamodule", None), "position_at")
+    is_divided = not is_ours and saved_ranks not in (None, ranks)
     if is_divided and not trainer._accelerator_connector.use_distributed_sampler:
         text = "resumed on %d data ranks instead of %d: the position of a custom sampler in the epoch may differ"
-        _log.warning(text, ranks, data_ranks)
+        _log.warning(text, ranks, saved_ranks)
         is_divided = False
     resumed = trainer.datamodule.resume_at(checkpoint["global_step"]) if is_ours else None  # type: ignore[attr-defined]
     for counters in (batches["total"], current):
         ready = counters["ready"] - taken
         if is_divided:
-            ready *= data_ranks or 1
+            ready *= saved_ranks or 1
             ready = -(-ready // ranks) if batches["is_last_batch"] else ready // ranks
         elif resumed is not None and counters is current:
             batches["is_last_batch"] |= resumed[0] == resumed[1]  # none of fewer rows remain

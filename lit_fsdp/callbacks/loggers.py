@@ -34,6 +34,7 @@ from lit_fsdp.metrics.step_metrics import end_of
 
 _log = logging.getLogger(__name__)
 _NAME = "loggers.json"
+_TRIES = 5
 _PACKAGES = {
     "WandbLogger": "wandb", "MLFlowLogger": "mlflow", "CometLogger": "comet_ml", "NeptuneLogger": "neptune",
     "TensorBoardLogger": "tensorboard",  # or tensorboardX
@@ -224,7 +225,7 @@ def resume_loggers(config: Any, run_folder: Path, step: int | None) -> None:
             _log.info("%s resumes its run %s (%s)", name, run, path)
 
 
-def _open_store(given: Any, tries: int = 5) -> None:
+def _open_store(given: Any) -> None:
     """Let one process at a time open the MLflow database and its experiment; the first one creates them.
 
     It is retried because concurrent access by others, such as ``mlflow ui``, makes it fail.
@@ -238,7 +239,7 @@ def _open_store(given: Any, tries: int = 5) -> None:
     is_file = "://" not in uri or uri.startswith("file:")
     lock = cache_root() / f"mlflow-{hashlib.sha256(uri.encode()).hexdigest()[:16]}.lock"
     lock.parent.mkdir(parents=True, exist_ok=True)
-    for left in reversed(range(tries)):
+    for left in reversed(range(_TRIES)):
         try:
             with FileLock(lock):
                 client = importlib.import_module("mlflow").MlflowClient(uri)

@@ -85,7 +85,9 @@ class RunRecord(Callback):
             pending = Path(trainer.default_root_dir) / PENDING_RECIPE
             if pending.is_file():
                 pending.replace(pending.with_name("recipe.yaml"))
-            print(_resumed_from(trainer, checkpoint["global_step"]), file=sys.stderr)
+            folder = getattr(trainer.strategy, "loaded_checkpoint", None)  # a third-party strategy has none
+            where = f": {folder}" if folder else ""
+            print(f"resumed from step {checkpoint['global_step']}{where}", file=sys.stderr)
             self._changed = tuple(_changes(trainer))
             for line in self._changed:
                 print(f"  {line}", file=sys.stderr)
@@ -204,11 +206,6 @@ def gathered(own: Any) -> list[Any]:
 
 def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
-
-
-def _resumed_from(trainer: Trainer, step: int) -> str:
-    folder = getattr(trainer.strategy, "loaded_checkpoint", None)  # a third-party strategy has none
-    return f"resumed from step {step}" + (f": {folder}" if folder else "")
 
 
 def _changes(trainer: Trainer) -> list[str]:

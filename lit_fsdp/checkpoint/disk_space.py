@@ -56,7 +56,7 @@ def peak_count(config: CheckpointConfig, steps: int | None, validates: bool) -> 
 
 
 def check_room(
-    config: CheckpointConfig, run_folder: Path, there: Sequence[Found], checkpoint_bytes: int, count: int | None = 1
+    config: CheckpointConfig, run_folder: Path, there: Sequence[Found], checkpoint_bytes: int, count: int | None
 ) -> str:
     """Compare the required with the free disk space, and return both for the log.
 

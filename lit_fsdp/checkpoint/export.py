@@ -30,6 +30,7 @@ from lit_fsdp.checkpoint.safetensors_file import TensorFile, file_order, num_byt
 from lit_fsdp.checkpoint.verify import refuse, verify
 from lit_fsdp.errors import CheckpointError, require
 from lit_fsdp.host import GIB, json_bytes, return_freed_memory
+from lit_fsdp.models.adapter_names import ADAPTER, CONFIG_FILE, WEIGHTS_FILE, WHOLE_COPY, base_name, is_lora
 
 if TYPE_CHECKING:
     from lit_fsdp.models.base import BaseWeights
@@ -40,10 +41,6 @@ _KINDS = {"model": "Model", "adapter": "Adapter", "merge": "Model with its adapt
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _BASE = "base/"  # name prefix of a tensor that is in the base model of the adapters, not in the checkpoint
 _MODEL = "model/"
-_ADAPTER = "default"
-_WHOLE_COPY = f".modules_to_save.{_ADAPTER}."
-_WRAPPERS = re.compile(rf"((\.base_layer)+|\.original_module|\.modules_to_save\.{_ADAPTER})\.")
-_LORA = ".lora_"
 _OF_THE_MODEL = re.compile(r"^(val|test)|loss|accuracy|perplexity")  # other metrics are of the run: rates, times
 
 
@@ -215,14 +212,9 @@ def _parts(apart: Mapping[str, Sequence[str]], specs: dict[str, TensorSpec]) -> 
     return found
 
 
-def base_name(name: str) -> str:
-    """Return the tensor name in the model without adapters, without wrapper prefixes."""
-    return _WRAPPERS.sub(".", name)
-
-
 def _files(specs: dict[str, TensorSpec], form: str, max_bytes: int) -> dict[str, list[str]]:
     if form == "adapter":
-        return {"adapter_model.safetensors": list(specs)}
+        return {WEIGHTS_FILE: list(specs)}
     size_of: Any = num_bytes  # takes a TensorSpec instead of a tensor
     pattern = "model{suffix}.safetensors"
     found = split_state_dict_into_shards_factory(
@@ -240,11 +232,11 @@ def _most_common_dtype(specs: Iterable[TensorSpec]) -> str:
 
 def _model_sources(found: Mapping[str, str], tied: Mapping[str, str], of_base: Iterable[str]) -> dict[str, str]:
     """Map every name of the plain model to its source: the trained copy of a fully trained module, else the base."""
-    copies = {base_name(name) for name in found if _WHOLE_COPY in name}
+    copies = {base_name(name) for name in found if WHOLE_COPY in name}
     plain = {name: _BASE + name for name in of_base} | {
         base_name(name): source
         for name, source in found.items()
-        if _LORA not in name and (_WHOLE_COPY in name or base_name(name) not in copies)
+        if not is_lora(name) and (WHOLE_COPY in name or base_name(name) not in copies)
     }
     sources = {name: source for name, source in plain.items() if name not in tied}
     for alias, name in tied.items():  # the saved copy may have either name
@@ -258,11 +250,11 @@ def adapter_sources(found: Mapping[str, str], beside: Collection[str]) -> dict[s
     sources = {}
     for name, source in found.items():
         kept = name
-        if _LORA in name:
-            kept = name.removesuffix(f".{_ADAPTER}").replace(f".{_ADAPTER}.", ".")
+        if is_lora(name):
+            kept = name.removesuffix(f".{ADAPTER}").replace(f".{ADAPTER}.", ".")
             kept = kept.removesuffix(".weight") if ".lora_magnitude_vector." in name else kept
-        elif _WHOLE_COPY in name:
-            kept = name.replace(_WHOLE_COPY, ".")
+        elif WHOLE_COPY in name:
+            kept = name.replace(WHOLE_COPY, ".")
         elif name not in beside:
             continue
         sources[f"base_model.model.{kept}"] = source
@@ -288,7 +280,7 @@ def _texts(manifest: Manifest, plan: ExportPlan) -> dict[str, bytes]:
     texts = {"README.md": _model_card(manifest, plan).encode()}
     if plan.form == "adapter":
         revision = (plan.entry.get("base") or {}).get("revision")
-        return {**texts, "adapter_config.json": json_bytes({**plan.entry["adapter"], "revision": revision})}
+        return {**texts, CONFIG_FILE: json_bytes({**plan.entry["adapter"], "revision": revision})}
     texts["config.json"] = json_bytes(_model_config(manifest, plan.dtype))
     if len(plan.files) > 1:
         weight_map = {name: file for file, names in plan.files.items() for name in names}

@@ -9,10 +9,11 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from lit_fsdp.checkpoint.export import ExportPlan, base_name
+from lit_fsdp.checkpoint.export import ExportPlan
 from lit_fsdp.checkpoint.manifest import Manifest
 from lit_fsdp.checkpoint.safetensors_file import read_tensor
 from lit_fsdp.errors import CheckpointError
+from lit_fsdp.models.adapter_names import WEIGHTS_FILE, base_name
 from lit_fsdp.models.experts import choose_eager
 from lit_fsdp.models.lora import apply_saved_lora, load_adapter_folder
 
@@ -103,7 +104,7 @@ def _reloaded_model(folder: Path, plan: ExportPlan) -> tuple[Any, list[str]]:
 
 
 def _reloaded_adapter(folder: Path, manifest: Manifest, plan: ExportPlan) -> tuple[Any, list[str]]:
-    with safe_open(folder / "adapter_model.safetensors", "pt") as file:
+    with safe_open(folder / WEIGHTS_FILE, "pt") as file:
         other = sorted(set(file.keys()) ^ set(plan.specs))
     if other:
         return None, [f"adapter: missing or unexpected tensors: {', '.join(other[:8])}"]

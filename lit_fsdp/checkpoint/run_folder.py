@@ -213,7 +213,7 @@ def find_resume(verb: str, word: str | None, run_folder: Path, config: Checkpoin
     return Resume(str(path), others if fallback else (), read_manifest(path))
 
 
-def move_newer_aside(run_folder: Path, step: int, damaged: Collection[Path] = ()) -> dict[Path, Path]:
+def move_newer_aside(run_folder: Path, step: int, damaged: Collection[Path]) -> dict[Path, Path]:
     """Rename checkpoints later than ``step``, from which the run resumes; returns new paths by old paths.
 
     Otherwise ``last`` would resolve to a later checkpoint. Its new name is ``damaged-step-00000010-20260101T120000…``,
@@ -235,7 +235,7 @@ def move_newer_aside(run_folder: Path, step: int, damaged: Collection[Path] = ()
     return moved
 
 
-def to_remove(found: Sequence[Found], config: CheckpointConfig, current: int | None = None) -> list[Found]:
+def to_remove(found: Sequence[Found], config: CheckpointConfig, current: int | None) -> list[Found]:
     """Return the complete checkpoints of a run that no rule keeps, oldest first.
 
     The rules keep the ``keep_last`` newest, the ``keep_best`` with the best value of ``monitor``, every multiple of

@@ -15,6 +15,7 @@ from lit_fsdp.checkpoint.verify import sha256_of, verify
 from lit_fsdp.commands.parsing import columns, parse, run_one_of, verb_parser
 from lit_fsdp.errors import CheckpointError, require
 from lit_fsdp.host import heavy_imports, size_words
+from lit_fsdp.models.adapter_names import CONFIG_FILE, WEIGHTS_FILE, is_adapter, read_adapter_config
 
 _IMPORT = (
     "Convert a checkpoint of Lightning (file, FSDPStrategy, ModelParallelStrategy), Accelerate or the Transformers "
@@ -118,7 +119,7 @@ def _import(argv: Sequence[str]) -> int:
         from lit_fsdp.module import CausalLMModule
         from lit_fsdp.parallel.units import tied_names
 
-    if (options.source / "adapter_config.json").is_file():
+    if (options.source / CONFIG_FILE).is_file():
         print(_import_adapter(options))
         return 0
     source = open_source(options.source)  # before the model is resolved
@@ -139,15 +140,15 @@ def _import_adapter(options: argparse.Namespace) -> str:
     from lit_fsdp.config.model import LoraConfig
     from lit_fsdp.models.base import describe_base
     from lit_fsdp.models.export_files import model_entry
-    from lit_fsdp.models.lora import apply_saved_lora, check_saved_lora, is_adapter
+    from lit_fsdp.models.lora import apply_saved_lora, check_saved_lora
     from lit_fsdp.module import CausalLMModule
 
     folder = options.source
-    settings = json.loads((folder / "adapter_config.json").read_bytes())
+    settings = read_adapter_config(folder)
     kind = settings.get("peft_type")
     require(kind == "LORA", "ckpt import", f"{folder}, an adapter of type {kind}", "LORA", "merge it with peft first")
-    check_saved_lora(settings, folder / "adapter_config.json")
-    stored = read_safetensors(folder / "adapter_model.safetensors")
+    check_saved_lora(settings, folder / CONFIG_FILE)
+    stored = read_safetensors(folder / WEIGHTS_FILE)
     module = CausalLMModule(name=options.model, trust_remote_code=options.trust_remote_code).build()
     built: Any = module.model
     apply_saved_lora(built, settings)

@@ -13,7 +13,6 @@ from typing import Any
 from lit_fsdp.commands.parsing import RECIPE, columns, flags_of, verb_parser
 from lit_fsdp.commands.runs import quiet_flags, run_fit
 from lit_fsdp.config.command_line import PREFERENCE, read_command_line
-from lit_fsdp.config.data import accumulation_steps
 from lit_fsdp.config.locations import shipped
 from lit_fsdp.config.model import PreferenceModelConfig, schedule_factor
 from lit_fsdp.config.parser import load_recipe
@@ -88,7 +87,7 @@ def _words_against(path: str, words: Sequence[str]) -> list[str]:
 def _miniature(run: Any) -> list[str]:
     """The smoke fragment; like the recipe with one rank or several, and with or without accumulation."""
     ranks = 1 if run.world_size == 1 else 2
-    accumulates = accumulation_steps(run.data, run.data_ranks, run.trainer["accumulate_grad_batches"]) > 1
+    accumulates = run.accumulation_steps() > 1
     batch = ["--data.global_batch_size=4", f"--data.micro_batch_size={1 if accumulates else 4 // ranks}"]
     return [f"--config={shipped('debug') / 'smoke.yaml'}", f"--trainer.devices={ranks}", *batch]
 

@@ -14,19 +14,22 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from lit_fsdp.commands import parsing
 from lit_fsdp.commands.parsing import RECIPE, columns, verb_parser
-from lit_fsdp.config.data import accumulation_steps
 from lit_fsdp.config.parser import LoadedRecipe, load_recipe
-from lit_fsdp.config.run import STRATEGY
+from lit_fsdp.config.run import STRATEGY, RunConfig
 from lit_fsdp.config.strategy import check_accumulation
 from lit_fsdp.errors import require
 from lit_fsdp.host import heavy_imports, size_words
 from lit_fsdp.redaction import redact_values
+
+if TYPE_CHECKING:
+    from lit_fsdp.metrics.hardware import Gpu
+    from lit_fsdp.plan.memory import RankMemory
 
 
 def run_audit(argv: Sequence[str]) -> int:
@@ -99,18 +102,11 @@ def run_plan(argv: Sequence[str]) -> int:
     )
     if options.gpu or options.memory:
         words.append("--trainer.accelerator=gpu")
-    gpus, nodes, each = options.gpus, options.nodes, options.gpus_per_node
-    if each:
-        nodes = nodes or max(1, (gpus or each) // each)
-        gpus = nodes * each if gpus is None else gpus
-        fits = gpus == nodes * min(each, gpus)  # a single node may be used partially
-        numbers, allowed = f"{each} on {nodes} node(s) for {gpus} GPUs", "--gpus / --nodes; omit one of the three"
-        require(fits, "--gpus-per-node", numbers, allowed)
+    gpus, nodes = _gpus_and_nodes(options)
     run = _loaded(parser, words, gpus, nodes, "--gpus").run
-    ranks = run.data_ranks
-    steps = accumulation_steps(run.data, ranks, run.trainer["accumulate_grad_batches"])
+    steps = run.accumulation_steps()
     check_accumulation(run.strategy, steps, STRATEGY, f"data.micro_batch_size: {steps * run.data.micro_batch_size}")
-    data = dataclasses.replace(run.data, global_batch_size=steps * run.data.micro_batch_size * ranks)
+    data = dataclasses.replace(run.data, global_batch_size=steps * run.data.micro_batch_size * run.data_ranks)
     run = dataclasses.replace(run, data=data, trainer={**run.trainer, "accumulate_grad_batches": None})
     gc.set_threshold(100_000)  # there is little garbage, and collecting it takes a fifth of the time
     with heavy_imports():
@@ -124,22 +120,7 @@ def run_plan(argv: Sequence[str]) -> int:
     require(is_sized, "--search, --write", "no GPU memory size", "--gpu NAME or --memory GIB", "add --gpu h100-80gb")
     found = memory.rank_memory(run)
     if options.savings:
-        lighter = [["less", *(["then fits"] if gib else []), "what changes", "to paste"]]
-        for one in search.savings(run):
-            saved = one["num_bytes"]
-            then = [] if gib is None else ["?" if saved is None else "no" if found.room(gib) + saved < 0 else "yes"]
-            lighter.append(["?" if saved is None else size_words(saved), *then, one["remark"], one["flags"]])
-        if len(lighter) == 1:
-            lighter.append(["-", *(["-"] if gib else []), "no other option of the planner", "-"])
-        peak = size_words(found.peak + memory.OVERHEAD_BYTES)
-        fits = f"; it {_verdict(found, gib)}" if gib else ""
-        print(f"predicted peak per rank ({found.step.moment}): {peak}{fits}.")
-        print("Each of these options alone saves memory; try them in this order:")
-        print(columns(lighter, right=("less",)))
-        if gib and found.room(gib) < 0 and not any("yes" in row for row in lighter):
-            best, _ = search.recommend(run, gib, gpu, False)
-            flags = search.flags_of(best["changes"]) if best else ["none; lit-fsdp plan --search also tries adapters"]
-            print(f"None of them is enough alone. A combination that fits: {' '.join(flags)}")
+        _print_savings(run, found, gib, gpu)
         return 0
     taken, host = memory.step_time(run, gpu), memory.host_memory(run)
     on_cpu, host_gib = device_type(run) == "cpu", options.host_memory or math.inf
@@ -158,30 +139,13 @@ def run_plan(argv: Sequence[str]) -> int:
     cells = [f"GiB per rank on {run.world_size}", *(f"{size / 2**30:.2f}" for size in record["zero"].values())]
     lines = [_memory_table(found, host), "", columns([heads, cells], right=heads[1:]), ""]
     if (sent := memory.expert_bytes(run)) is not None:
-        record["experts"], degree = sent, int(sent["degree"])
-        better = "expert_parallel: 1" if sent["weights"] <= sent["tokens"] else f"expert_parallel: {degree}"
-        lines.append(
-            f"experts: a rank sends {size_words(sent['weights'])} of weights per step, or "
-            f"{size_words(sent['tokens'])} of tokens and weights with expert_parallel: {degree}; {better} sends less"
-        )
+        record["experts"] = sent
+        lines.append(_experts(sent))
     if host_gib < math.inf:
         verdict = "fits" if too_much <= 0 else f"does not fit: exceeds it by {too_much:.1f} GiB"
         lines.append(f"this recipe on a host of {host_gib:.4g} GiB ({memory.HOST_USABLE:.0%} of it usable): {verdict}")
     if taken is not None:
-        kinds = {
-            "communication": "communication",
-            "copies": "copying from and to the host",
-            "activations": "copying activations from and to the host",
-        }
-        moved = " and ".join(f"{taken[kind]:.2f} s {text}" for kind, text in kinds.items() if taken[kind])
-        rate = f" (a node sends {memory.NETWORK_GB_PER_SECOND:g} GB/s)"
-        lines.append(
-            f"{taken['compute'] + taken['exposed'] + taken['host']:.3g} seconds per step: {taken['compute']:.3g} "
-            f"computing at {memory.PEAK_SHARE:.0%} of the peak"
-            + (f", {taken['host']:.3g} waiting and stepping on the host; " if taken["host"] else "; ")
-            + (f"{taken['exposed']:.2f} s of {moved} is exposed{rate}; " if moved else "")
-            + f"{taken['tokens_per_second']:,.0f} tokens/s"
-        )
+        lines.append(_speed(taken))
     elif gpu is not None:
         lines.append("seconds per step: unknown FLOPs of this architecture, or unknown rate of this precision")
     if gib is None:
@@ -200,12 +164,7 @@ def run_plan(argv: Sequence[str]) -> int:
         else:
             lines += [_too_large(one, host_gib) for one in tried if not one["fits"]]
     if best is not None:
-        changes = "".join(f"\n  {flag}" for flag in search.flags_of(best["changes"])) or " (same as the recipe)"
-        needs = f", {best['host'] / 2**30:.0f} GiB of host memory per node" if "cpu_offload" in best["choice"] else ""
-        rate = best["tokens_per_second"]
-        if rate is not None and taken is not None:
-            needs += f", {rate:,.0f} tokens/s ({rate / taken['tokens_per_second']:.2f} × the recipe's)"
-        lines.append(f"recommended: {best['choice']}, micro-batch {best['micro_batch_size']}{needs}{changes}")
+        lines.append(_recommended(best, taken))
         if not options.search:
             lines.append("add --search for all choices, their host memory, and adapters (LoRA, QLoRA)")
     elif gib is not None:
@@ -223,6 +182,82 @@ def run_plan(argv: Sequence[str]) -> int:
     return 0 if too_much <= 0 and (gib is None or found.room(gib) >= 0) else 1
 
 
+def _gpus_and_nodes(options: argparse.Namespace) -> tuple[int | None, int | None]:
+    """The numbers of GPUs and nodes; the GPUs per node may stand in for one of them."""
+    gpus, nodes, each = options.gpus, options.nodes, options.gpus_per_node
+    if each:
+        nodes = nodes or max(1, (gpus or each) // each)
+        gpus = nodes * each if gpus is None else gpus
+        fits = gpus == nodes * min(each, gpus)  # a single node may be used partially
+        numbers, allowed = f"{each} on {nodes} node(s) for {gpus} GPUs", "--gpus / --nodes; omit one of the three"
+        require(fits, "--gpus-per-node", numbers, allowed)
+    return gpus, nodes
+
+
+def _print_savings(run: RunConfig, found: RankMemory, gib: float | None, gpu: Gpu | None) -> None:
+    """Print the options that save memory, and a combination if none is enough alone."""
+    from lit_fsdp.plan import memory, search
+
+    lighter = [["less", *(["then fits"] if gib else []), "what changes", "to paste"]]
+    for one in search.savings(run):
+        saved = one["num_bytes"]
+        then = [] if gib is None else ["?" if saved is None else "no" if found.room(gib) + saved < 0 else "yes"]
+        lighter.append(["?" if saved is None else size_words(saved), *then, one["remark"], one["flags"]])
+    if len(lighter) == 1:
+        lighter.append(["-", *(["-"] if gib else []), "no other option of the planner", "-"])
+    peak = size_words(found.peak + memory.OVERHEAD_BYTES)
+    fits = f"; it {_verdict(found, gib)}" if gib else ""
+    print(f"predicted peak per rank ({found.step.moment}): {peak}{fits}.")
+    print("Each of these options alone saves memory; try them in this order:")
+    print(columns(lighter, right=("less",)))
+    if gib and found.room(gib) < 0 and not any("yes" in row for row in lighter):
+        best, _ = search.recommend(run, gib, gpu, False)
+        flags = search.flags_of(best["changes"]) if best else ["none; lit-fsdp plan --search also tries adapters"]
+        print(f"None of them is enough alone. A combination that fits: {' '.join(flags)}")
+
+
+def _experts(sent: Mapping[str, float]) -> str:
+    """Format what a rank sends with and without expert parallel."""
+    degree = int(sent["degree"])
+    better = "expert_parallel: 1" if sent["weights"] <= sent["tokens"] else f"expert_parallel: {degree}"
+    return (
+        f"experts: a rank sends {size_words(sent['weights'])} of weights per step, or "
+        f"{size_words(sent['tokens'])} of tokens and weights with expert_parallel: {degree}; {better} sends less"
+    )
+
+
+def _speed(taken: Mapping[str, float]) -> str:
+    """Format the time of a step and its parts."""
+    from lit_fsdp.plan.memory import NETWORK_GB_PER_SECOND, PEAK_SHARE
+
+    kinds = {
+        "communication": "communication",
+        "copies": "copying from and to the host",
+        "activations": "copying activations from and to the host",
+    }
+    moved = " and ".join(f"{taken[kind]:.2f} s {text}" for kind, text in kinds.items() if taken[kind])
+    rate = f" (a node sends {NETWORK_GB_PER_SECOND:g} GB/s)"
+    return (
+        f"{taken['compute'] + taken['exposed'] + taken['host']:.3g} seconds per step: {taken['compute']:.3g} "
+        f"computing at {PEAK_SHARE:.0%} of the peak"
+        + (f", {taken['host']:.3g} waiting and stepping on the host; " if taken["host"] else "; ")
+        + (f"{taken['exposed']:.2f} s of {moved} is exposed{rate}; " if moved else "")
+        + f"{taken['tokens_per_second']:,.0f} tokens/s"
+    )
+
+
+def _recommended(best: Mapping[str, Any], taken: Mapping[str, float] | None) -> str:
+    """Format the best choice, with its flags to paste."""
+    from lit_fsdp.plan.search import flags_of
+
+    changes = "".join(f"\n  {flag}" for flag in flags_of(best["changes"])) or " (same as the recipe)"
+    needs = f", {best['host'] / 2**30:.0f} GiB of host memory per node" if "cpu_offload" in best["choice"] else ""
+    rate = best["tokens_per_second"]
+    if rate is not None and taken is not None:
+        needs += f", {rate:,.0f} tokens/s ({rate / taken['tokens_per_second']:.2f} × the recipe's)"
+    return f"recommended: {best['choice']}, micro-batch {best['micro_batch_size']}{needs}{changes}"
+
+
 def _too_large(tried: Mapping[str, Any], host_gib: float) -> str:
     """Format a choice that does not fit, with the memory that is too small for it."""
     from lit_fsdp.plan.memory import HOST_USABLE, OVERHEAD_BYTES
@@ -234,14 +269,14 @@ def _too_large(tried: Mapping[str, Any], host_gib: float) -> str:
     return f"another choice does not fit: {tried['choice']}: at least {least:.1f} GiB per GPU"
 
 
-def _verdict(found: Any, gib: float) -> str:
+def _verdict(found: RankMemory, gib: float) -> str:
     from lit_fsdp.plan.memory import USABLE
 
     room, usable = found.room(gib) / 2**30, f"{gib:g} GiB ({USABLE:.0%} of it usable)"
     return f"fits into {usable}" if room >= 0 else f"does not fit into {usable}: exceeds it by {-room:.1f} GiB"
 
 
-def _gpu(name: str) -> Any:
+def _gpu(name: str) -> Gpu:
     from lit_fsdp.metrics.hardware import gpus
 
     known = {gpu.name: gpu for gpu in gpus()}
@@ -263,7 +298,7 @@ def _number_in(name: str) -> str:
 _HOST_KINDS = {"activations": "offloaded activations", "peaks": "peaks of its ranks, which train on the CPU"}
 
 
-def _memory_table(found: Any, host: Mapping[str, int]) -> str:
+def _memory_table(found: RankMemory, host: Mapping[str, int]) -> str:
     from lit_fsdp.plan.memory import OVERHEAD_BYTES
 
     step, where = found.step, " (in host memory)" if found.offloads else ""

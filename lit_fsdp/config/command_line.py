@@ -154,30 +154,25 @@ class CommandLine:
 
     def _with_save_dirs(self, words: Sequence[str]) -> list[str]:
         """Let loggers in ``words`` write to the run folder, unless a ``save_dir`` is given."""
-        rest, found = list(words), list[str]()
-        while rest:
-            word = rest.pop(0)
-            flag, equals, value = word.partition("=")
-            if flag.removesuffix("+") not in ("--trainer.logger", "--trainer.logger.class_path"):
-                found.append(word)
-                continue
-            given = [word] if equals or not rest else [word, rest.pop(0)]
-            named = _value_of(value if equals else given[-1])
+        found = list[str]()
+        for flag, value, given in each_flag(words):
+            is_logger = flag.removesuffix("+") in ("--trainer.logger", "--trainer.logger.class_path")
+            named = _value_of(value) if is_logger else None
             logger = self._with_save_dir(named)
-            if logger != named and flag.endswith("class_path"):
-                given.append(f"--trainer.logger.init_args.save_dir={RUN_FOLDER}")
-            elif logger != named:
-                given = [f"{flag}={json.dumps(logger)}"]
-            found += given
+            if logger == named:
+                found += given
+            elif flag.endswith("class_path"):
+                found += [*given, f"--trainer.logger.init_args.save_dir={RUN_FOLDER}"]
+            else:
+                found.append(f"{flag}={json.dumps(logger)}")
         return found
 
     def model_sections(self) -> list[dict[str, Any]]:
         """The values that each file, and then each flag, gives for ``model``, in short form."""
         given: list[Any] = [content.get("model") for content in self.contents]
-        for word, following in zip(self.words, [*self.words, ""][1:], strict=True):
-            flag, equals, value = word.partition("=")
+        for flag, value, _ in each_flag(self.words):
             if flag == "--model" or flag.startswith("--model."):
-                given.append(_below(flag.split(".")[1:], _value_of(value if equals else following)))
+                given.append(_below(flag.split(".")[1:], _value_of(value)))
         sections = [short_form(one)[1] for one in given]
         return [one for one in sections if isinstance(one, dict)]
 
@@ -191,16 +186,11 @@ class CommandLine:
         mappings: dict[str, Any] = {}
         for content in self.contents:
             mappings |= _given_mappings(short_form(content.get("model"))[1])
-        rest, found = list(words), list[str]()
-        while rest:
-            word = rest.pop(0)
-            flag, equals, value = word.partition("=")
-            has_value = equals or (rest and not rest[0].startswith("--"))
-            if not (flag == "--model" or flag.startswith("--model.")) or not has_value:
-                found.append(word)
+        found = list[str]()
+        for flag, text, given in each_flag(words):
+            if text is None or not (flag == "--model" or flag.startswith("--model.")):
+                found += given
                 continue
-            given = [word] if equals else [word, rest.pop(0)]
-            text = value if equals else given[-1]
             read, keys = _value_of(text), flag.split(".")[1:]
             name = next((name for name in _MAPPINGS if f"{flag}.".startswith(f"--model.{name}.")), "")
             inner = keys[name.count(".") + 1 :]
@@ -217,18 +207,14 @@ class CommandLine:
 
     def _sections(self, own_model: bool = False) -> Iterator[tuple[str, str | None, list[str], list[str]]]:
         """Yield for each flag its section, the class it names, its words, and its words in short form."""
-        words = list(self.words)
-        while words:
-            given = [words.pop(0)]
-            flag, equals, value = given[0].partition("=")
+        for flag, value, given in each_flag(self.words):
             found = re.fullmatch(r"--(model|data|trainer\.strategy)(?:\.(class_path|init_args))?(\..+)?", flag)
             section, form, rest = found.groups() if found else ("", None, None)
             if rest or not found:
-                yield section, None, given, [f"--{section}{rest}{equals}{value}"] if form == "init_args" else given
+                is_long = form == "init_args"
+                yield section, None, given, [given[0].replace(".init_args", "", 1), *given[1:]] if is_long else given
                 continue
-            if not equals and words:
-                given.append(words.pop(0))
-            read = _value_of(given[-1] if given[1:] else value)
+            read = _value_of(value)
             path, args = short_form({form: read} if form else read)
             args = own_optim(args) if own_model and section == "model" and isinstance(args, dict) else args
             long = [f"--{section}.class_path={path}"] if path else []
@@ -281,6 +267,23 @@ def read_command_line(argv: Sequence[str]) -> CommandLine:
     return line
 
 
+def each_flag(words: Sequence[str]) -> Iterator[tuple[str, str | None, list[str]]]:
+    """Yield each flag, its value (after ``=``, or the next word; None if it has none), and the words of both.
+
+    A word that belongs to no flag has the flag ``""`` and no value. A switch has the word after it as its value.
+    """
+    rest = list(words)
+    while rest:
+        given = [rest.pop(0)]
+        flag, equals, value = given[0].partition("=")
+        if not flag.startswith("--"):
+            yield "", None, given
+            continue
+        if not equals and rest and not rest[0].startswith("--"):
+            given.append(rest.pop(0))
+        yield flag, given[1] if given[1:] else value if equals else None, given
+
+
 def _arguments(path: str) -> list[str]:
     """Argument names of our classes for ``model`` or ``data``; empty for other classes."""
     classes = {PREFERENCE: PreferenceModelConfig} | {OWN_CLASSES[name]: cls for name, cls in OWN_SECTIONS.items()}
@@ -313,15 +316,12 @@ def _without(values: Any, parts: Sequence[str]) -> Any:
 
 def _by_key(words: Sequence[str], flag: str) -> list[str]:
     """Replace ``flag`` with a mapping by flags for its keys."""
-    rest, found = list(words), list[str]()
-    while rest:
-        word = rest.pop(0)
-        name, equals, value = word.partition("=")
-        read = _value_of(value if equals else "".join(rest[:1])) if name == flag else None
+    found = list[str]()
+    for name, value, given in each_flag(words):
+        read = _value_of(value) if name == flag else None
         if not isinstance(read, dict):
-            found.append(word)
+            found += given
             continue
-        rest = rest[0 if equals else 1 :]
         texts = {key: one if isinstance(one, str) else json.dumps(one, ensure_ascii=False) for key, one in read.items()}
         found += [f"{flag}.{key}={text}" for key, text in texts.items()]
     return found
@@ -360,9 +360,9 @@ def _class_name(logger: Any) -> str:
     return name if package.partition(".")[0] in ("", "lightning", "pytorch_lightning") else ""
 
 
-def _value_of(text: str) -> Any:
-    """The value of a flag; None if it is not YAML."""
+def _value_of(text: str | None) -> Any:
+    """The value of a flag; None if it has none or one that is not YAML."""
     try:
-        return load_yaml(text)
+        return load_yaml(text or "")
     except (yaml.YAMLError, ValueError):
         return None

@@ -7,12 +7,13 @@ import os
 from typing import Any
 
 from lit_fsdp.config.model import GPU_ATTENTION
+from lit_fsdp.config.run import STRATEGY
 from lit_fsdp.config.strategy import wrap_from_words
 
 _SMALL_UNIT = 1.0e4
 
 
-def adapt_to_miniature(trainer: Any, strategy: Any, model: Any, data: Any = None) -> list[str]:
+def adapt_to_miniature(trainer: Any, strategy: Any, model: Any, data: Any) -> list[str]:
     """Replace in place what a miniature on a few CPU ranks cannot use, and return one line per replacement.
 
     All arguments are namespaces; pass None for a third-party strategy or data module.
@@ -28,9 +29,8 @@ def adapt_to_miniature(trainer: Any, strategy: Any, model: Any, data: Any = None
     if data is not None and data.global_batch_size is not None:
         replace(trainer, "trainer", "accumulate_grad_batches", None, "computed from the batch sizes and ranks")
     if strategy is not None:
-        path = "trainer.strategy.init_args"
         for key, new, why in _fitting_degrees(strategy, devices if isinstance(devices, int) else 0):
-            replace(strategy, path, key, new, why)
+            replace(strategy, STRATEGY, key, new, why)
         is_hybrid = "hybrid" in strategy.sharding
         copies = max(1, strategy.replicate_degree or 1) if is_hybrid else 1
         shards, why = devices // copies if isinstance(devices, int) else 0, f"{devices} ranks on one node"
@@ -39,24 +39,25 @@ def adapt_to_miniature(trainer: Any, strategy: Any, model: Any, data: Any = None
         if degree > 1 and shards % degree:
             fits = math.gcd(degree, shards)
             new = fits if isinstance(given, int) else {**dict(given), "degree": fits}
-            replace(strategy, path, "context_parallel", new, why)
+            replace(strategy, STRATEGY, "context_parallel", new, why)
         if strategy.expert_parallel > 1 and shards % strategy.expert_parallel:
-            replace(strategy, path, "expert_parallel", math.gcd(strategy.expert_parallel, shards), why)
+            replace(strategy, STRATEGY, "expert_parallel", math.gcd(strategy.expert_parallel, shards), why)
         if strategy.engine == "single":
             replace(trainer, "trainer", "devices", 1, "engine single")
         if on_cpu and strategy.engine == "fsdp1":
-            replace(strategy, path, "cpu_offload", False, "engine fsdp1 offloads from GPUs only")
+            replace(strategy, STRATEGY, "cpu_offload", False, "engine fsdp1 offloads from GPUs only")
         if on_cpu and "nccl" in str(strategy.process_group_backend):
-            replace(strategy, path, "process_group_backend", None, "the CPU backend is gloo")
+            replace(strategy, STRATEGY, "process_group_backend", None, "the CPU backend is gloo")
         mode = strategy.precision if isinstance(strategy.precision, str) else strategy.precision["mode"]
         if on_cpu and mode == "fp8":
             kept = {} if isinstance(strategy.precision, str) else {**dict(strategy.precision), "fp8_skip": None}
-            replace(strategy, path, "precision", {**kept, "mode": "auto"} if kept else "auto", "fp8 needs a Hopper GPU")
+            new = {**kept, "mode": "auto"} if kept else "auto"
+            replace(strategy, STRATEGY, "precision", new, "fp8 needs a Hopper GPU")
         wrap = strategy.wrap
         if not isinstance(wrap, (str, list)) and (wrap["min_num_params"] or 0) > _SMALL_UNIT:
-            replace(wrap, f"{path}.wrap", "min_num_params", _SMALL_UNIT, "the miniature is small")
+            replace(wrap, f"{STRATEGY}.wrap", "min_num_params", _SMALL_UNIT, "the miniature is small")
         if isinstance(model.name, str) and os.path.exists(model.name):  # its tokenizer and embedding are kept
-            replace(strategy, path, "wrap", _with_large_root(wrap), "the miniature keeps the full vocabulary")
+            replace(strategy, STRATEGY, "wrap", _with_large_root(wrap), "the miniature keeps the full vocabulary")
     if on_cpu and model.attn_implementation in GPU_ATTENTION:
         why = f"{model.attn_implementation} trains on GPUs only"
         replace(model, "model", "attn_implementation", None, why)

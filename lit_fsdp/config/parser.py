@@ -157,7 +157,7 @@ def check_keys(argv: Sequence[str]) -> None:
     _parsed(read_command_line(argv), ())
 
 
-def values_of_flags(line: CommandLine, also: Sequence[str] = ()) -> dict[str, Any]:
+def values_of_flags(line: CommandLine, also: Sequence[str]) -> dict[str, Any]:
     """The values that the flags of a command line set, by full key, in short or long form."""
     flags = dataclasses.replace(line, words=line.words[len(line.files) :])
     try:

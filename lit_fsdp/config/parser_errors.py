@@ -66,48 +66,7 @@ def parser_error(message: str, known: Iterable[str]) -> ConfigError:
         return not_allowed(key, denied[1])
     unknown = re.search(r"(?:unrecognized arguments: -*|Option '|Group '(\w+)' .* option ')([^\s'=]+)", message)
     if unknown and unknown[2] != inner:  # else a value of that argument is wrong
-        name = f"{unknown[1]}.{unknown[2]}" if unknown[1] else unknown[2]
-        inside = re.search(r"class_path 'lit_fsdp\.config\.(\w+)\.(\w+)'", message)
-        if inside:
-            cls = getattr(importlib.import_module(f"lit_fsdp.config.{inside[1]}"), inside[2])
-            every |= {f"{key}.{field.name}" for field in dataclasses.fields(cls)}
-        full = name if key == "recipe" or name.startswith(f"{key}.") else f"{key}.{name}"
-        if full in every and "unrecognized arguments: " in message:
-            return ConfigError(full, NOT_A_FLAG, "a flag and its value", f"write --{full} VALUE")
-        parent = full.rpartition(".")[0]
-        while parent and parent not in every:
-            parent = parent.rpartition(".")[0]
-        beside = sorted(one for one in every if one.rpartition(".")[0] == parent)
-        wanted_key = full.removesuffix("+")
-        meant = here(wanted_key)
-        is_known = "model.optim" in every if meant.startswith(("model.lora.", "model.class_path")) else False
-        is_known |= meant.partition(":")[0] in every and not full.startswith(_LISTS)
-        near = meant if is_known else _nearest(wanted_key, beside, every)
-        near = {"model": "model.name", "data": "data.train"}.get(near or "", near)
-        if parent == "model" and name.rpartition(".")[2] in {field.name for field in dataclasses.fields(LoraConfig)}:
-            near = f"model.lora.{name.rpartition('.')[2]}"  # unknown to the parser if lora is null
-        typo = "" if near or full.startswith(_LISTS) else fix_of_typo(wanted_key)
-        fix = f"write {near}" if near else typo or "remove it"
-        fix = ELSEWHERE.get(wanted_key.rpartition(".")[2].replace("-", "_"), fix) if not is_known else fix
-        is_word = f": {name}" in message  # not a flag
-        ships, alike = shipped_file(name, ".yaml") if is_word else (None, [])
-        alike = [one for one in alike if one.lower().startswith(name.lower())]
-        if Path(name).suffix in (".yaml", ".yml") or ships or alike:
-            fix = f"write --config {name if ships or not alike or Path(name).is_file() else alike[0]}"
-        elif is_word and (name.endswith(ROWS_FILES) or "/" in name):
-            fix = f"write {section_fix('data' if name.endswith(ROWS_FILES) else 'model', name)}"
-        if full.startswith("model.preference") and "model.preference" not in every:
-            fix = f"set model.class_path: {PREFERENCE}"
-        names = ", ".join(one.rpartition(".")[2] for one in beside)
-        if not names and (owner := re.search(r"given class_path '([\w.]+)\.(\w+)'", message)):  # a foreign class
-            cls = getattr(importlib.import_module(owner[1]), owner[2])
-            beside = [one for one in inspect.signature(cls).parameters if one not in ("args", "kwargs")]
-            near = _nearest(full.rpartition(".")[2], beside, least=0.6)
-            fix = f"write {full.rpartition('.')[0]}.{near}" if near else "remove it"
-            return ConfigError(full, UNKNOWN_KEY, f"an argument of {owner[2]}: {', '.join(beside)}", fix)
-        if not names:
-            return ConfigError(full, UNKNOWN_KEY, "an argument of that class", "remove it")
-        return ConfigError(full, UNKNOWN_KEY, f"one of {names}", fix)
+        return _unknown_key(f"{unknown[1]}.{unknown[2]}" if unknown[1] else unknown[2], key, message, every)
     whole = re.search(r"Unable to load config '(.*?)'\n|thus '?(.*?)'? is not accepted as class_path", message)
     if whole:
         names = ", ".join(one.rpartition(".")[2] for one in sorted(every) if one.rpartition(".")[0] == key)
@@ -128,6 +87,62 @@ def parser_error(message: str, known: Iterable[str]) -> ConfigError:
         name = lacks[2].partition(",")[0]
         fix = f"add --{key}.{name} VALUE, or {name} in its init_args"
         return ConfigError(key, f"{lacks[1]} without {lacks[2]}", "its arguments without a default", fix)
+    return _wrong_value(key, message)
+
+
+def _unknown_key(name: str, key: str, message: str, every: set[str]) -> ConfigError:
+    """The error about the key ``name``, within ``key`` or of its class, with the nearest of the keys that exist."""
+    inside = re.search(r"class_path 'lit_fsdp\.config\.(\w+)\.(\w+)'", message)
+    if inside:
+        cls = getattr(importlib.import_module(f"lit_fsdp.config.{inside[1]}"), inside[2])
+        every = every | {f"{key}.{field.name}" for field in dataclasses.fields(cls)}
+    full = name if key == "recipe" or name.startswith(f"{key}.") else f"{key}.{name}"
+    if full in every and "unrecognized arguments: " in message:
+        return ConfigError(full, NOT_A_FLAG, "a flag and its value", f"write --{full} VALUE")
+    parent = full.rpartition(".")[0]
+    while parent and parent not in every:
+        parent = parent.rpartition(".")[0]
+    beside = sorted(one for one in every if one.rpartition(".")[0] == parent)
+    if not beside:
+        return _unknown_argument(full, message)
+    wanted_key = full.removesuffix("+")
+    meant = here(wanted_key)
+    is_known = "model.optim" in every if meant.startswith(("model.lora.", "model.class_path")) else False
+    is_known |= meant.partition(":")[0] in every and not full.startswith(_LISTS)
+    near = meant if is_known else _nearest(wanted_key, beside, every)
+    near = {"model": "model.name", "data": "data.train"}.get(near or "", near)
+    if parent == "model" and name.rpartition(".")[2] in {field.name for field in dataclasses.fields(LoraConfig)}:
+        near = f"model.lora.{name.rpartition('.')[2]}"  # unknown to the parser if lora is null
+    typo = "" if near or full.startswith(_LISTS) else fix_of_typo(wanted_key)
+    fix = f"write {near}" if near else typo or "remove it"
+    fix = ELSEWHERE.get(wanted_key.rpartition(".")[2].replace("-", "_"), fix) if not is_known else fix
+    is_word = f": {name}" in message  # not a flag
+    ships, alike = shipped_file(name, ".yaml") if is_word else (None, [])
+    alike = [one for one in alike if one.lower().startswith(name.lower())]
+    if Path(name).suffix in (".yaml", ".yml") or ships or alike:
+        fix = f"write --config {name if ships or not alike or Path(name).is_file() else alike[0]}"
+    elif is_word and (name.endswith(ROWS_FILES) or "/" in name):
+        fix = f"write {section_fix('data' if name.endswith(ROWS_FILES) else 'model', name)}"
+    if full.startswith("model.preference") and "model.preference" not in every:
+        fix = f"set model.class_path: {PREFERENCE}"
+    names = ", ".join(one.rpartition(".")[2] for one in beside)
+    return ConfigError(full, UNKNOWN_KEY, f"one of {names}", fix)
+
+
+def _unknown_argument(full: str, message: str) -> ConfigError:
+    """The error about the key ``full``, an argument of a foreign class."""
+    owner = re.search(r"given class_path '([\w.]+)\.(\w+)'", message)
+    if not owner:
+        return ConfigError(full, UNKNOWN_KEY, "an argument of that class", "remove it")
+    cls = getattr(importlib.import_module(owner[1]), owner[2])
+    known = [one for one in inspect.signature(cls).parameters if one not in ("args", "kwargs")]
+    near = _nearest(full.rpartition(".")[2], known, least=0.6)
+    fix = f"write {full.rpartition('.')[0]}.{near}" if near else "remove it"
+    return ConfigError(full, UNKNOWN_KEY, f"an argument of {owner[2]}: {', '.join(known)}", fix)
+
+
+def _wrong_value(key: str, message: str) -> ConfigError:
+    """The error about a value of a wrong type, or of none of the words, with the likely value."""
     value = re.search(r"(?:Got|Given) value: (.*)", message)
     wanted = re.findall(r"Expected (?:an? )?(.*?)(?:\. Got value.*)?$", message, re.MULTILINE)
     if not value or not wanted:

@@ -8,7 +8,7 @@ from typing import Any
 
 from jsonargparse import Namespace
 
-from lit_fsdp.config.command_line import CommandLine, short_form
+from lit_fsdp.config.command_line import CommandLine, each_flag, short_form
 from lit_fsdp.config.model import OptimConfig
 from lit_fsdp.config.run import STRATEGY
 from lit_fsdp.config.yaml_files import load_yaml
@@ -21,10 +21,9 @@ _MAIN = {"activation_checkpointing": "mode", "precision": "mode", "context_paral
 def keep_later(data: Namespace, line: CommandLine, *names: str) -> None:
     """Keep the last given of alternative ``data`` options ``names``; a flag overrides a file."""
     given = [_names(short_form(content.get("data"))[1]) for content in line.contents]
-    for word in line.short_words():
-        flag, _, value = word.partition("=")
+    for flag, value, _ in each_flag(line.short_words()):
         if flag.startswith("--data"):
-            given.append(_names(load_yaml(value)) if flag == "--data" else _names([flag.removeprefix("--data.")]))
+            given.append(_names(load_yaml(value or "")) if flag == "--data" else _names([flag.removeprefix("--data.")]))
     last: set[str] = next((found for keys in reversed(given) if (found := keys.intersection(names))), set())
     for name in set(names) - last if len(last) == 1 and all(data[name] is not None for name in names) else ():
         data[name] = None
@@ -63,11 +62,9 @@ def check_words(line: CommandLine) -> None:
         trainer = content.get("trainer")
         args = short_form(trainer.get("strategy"))[1] if isinstance(trainer, dict) else None
         given += args.items() if isinstance(args, dict) else ()
-    words = line.short_words()
-    for word, following in zip(words, [*words[1:], ""], strict=False):
-        flag, equals, value = word.partition("=")
+    for flag, value, _ in each_flag(line.short_words()):
         name, _, key = flag.removeprefix(f"--{STRATEGY}.").partition(".")
-        text = value if equals else following
+        text = value or ""
         if flag == f"--{STRATEGY}" and isinstance(found := load_yaml(text), dict):
             given += found.items()
         elif flag.startswith(f"--{STRATEGY}.") and name in _MAIN:

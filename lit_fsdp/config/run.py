@@ -185,6 +185,15 @@ class RunConfig:
         """Number of ranks with different rows: all ranks, or with ``context_parallel`` the number of groups."""
         return (self.world_size or 1) // self.strategy.context_config.degree
 
+    def mesh_shape(self) -> tuple[int, int]:
+        """Number of copies of the model, and of ranks per copy; see :func:`mesh_shape`."""
+        assert self.world_size is not None
+        return mesh_shape(self.strategy, self.num_nodes, self.world_size, STRATEGY)
+
+    def accumulation_steps(self) -> int:
+        """Micro-batches per optimizer step; see :func:`accumulation_steps`."""
+        return accumulation_steps(self.data, self.data_ranks, self.trainer["accumulate_grad_batches"])
+
 
 def merged_precision(word: Any, precision: Any) -> Any:
     """Return the strategy's ``precision``; or ``trainer.precision``, with Lightning's names or ours, in its place."""
@@ -251,7 +260,7 @@ def _a_stream_ends(run: RunConfig) -> None:
 
 def _mesh_fits(run: RunConfig) -> None:
     if run.world_size is not None and "trainer.strategy" not in run.foreign:
-        mesh_shape(run.strategy, run.num_nodes, run.world_size, STRATEGY)
+        run.mesh_shape()
 
 
 def _batches_fit(run: RunConfig) -> None:
@@ -260,7 +269,7 @@ def _batches_fit(run: RunConfig) -> None:
     given = run.trainer["accumulate_grad_batches"]
     steps, fix = given or 1, "drop trainer.accumulate_grad_batches"
     if run.world_size is not None and "data" not in run.foreign:
-        steps = accumulation_steps(run.data, run.data_ranks, given)
+        steps = run.accumulation_steps()
         fix = f"data.micro_batch_size: {steps * run.data.micro_batch_size}"
         fix += " and trainer.accumulate_grad_batches: 1" if given else ""
     if "trainer.strategy" not in run.foreign:

@@ -272,6 +272,11 @@ class StrategyConfig:
         return self.is_sharded and self.sharding in ("hybrid_shard", "hybrid_shard_zero2")
 
     @property
+    def keeps_gathered(self) -> bool:
+        """Whether weights stay gathered from the forward to the backward pass."""
+        return self.is_sharded and self.sharding in ("shard_grad_op", "hybrid_shard_zero2")
+
+    @property
     def offloads(self) -> bool:
         """Whether shards live in host memory."""
         return self.is_sharded and self.cpu_offload

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import shlex
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from lit_fsdp.config.parser import load_recipe
+from lit_fsdp.config.run import FACTORY, STRATEGY
 from lit_fsdp.convert.accelerate import convert_accelerate
 from lit_fsdp.convert.axolotl import convert_axolotl
-from lit_fsdp.convert.conversion import STRATEGY, Conversion, Given, read_mapping
+from lit_fsdp.convert.conversion import Conversion, Given, read_mapping
 from lit_fsdp.convert.deepspeed import convert_deepspeed, put_ranks
 from lit_fsdp.convert.hf_trainer import convert_hf_trainer
 from lit_fsdp.convert.torchtune import convert_torchtune
 from lit_fsdp.errors import ConfigError, require
 
-FORMATS = ("accelerate", "hf-trainer", "deepspeed", "axolotl", "torchtune")
-_OTHERS = {"deepspeed": convert_deepspeed, "torchtune": convert_torchtune}
+_CONVERTERS: dict[str, Callable[[Conversion, dict[str, Any], Path, int | None], None]] = {
+    "accelerate": convert_accelerate, "hf-trainer": convert_hf_trainer, "deepspeed": convert_deepspeed,
+    "axolotl": convert_axolotl, "torchtune": convert_torchtune,
+}  # fmt: skip
+"""Each takes the recipe, the values of a file, the folder of further files, and the ranks, if known."""
+FORMATS = tuple(_CONVERTERS)
 _NEEDED = (
     "model.name", "data.train", "data.max_seq_length", "data.global_batch_size data.micro_batch_size", "model.optim",
     "trainer.max_steps trainer.max_epochs",
@@ -45,17 +51,9 @@ def convert_file(kind: str, path: Path, ranks: int | None = None, num_nodes: int
     require(path.suffix != ".py", "file", f"{path}, a script", "a YAML or JSON file", fix)
     values, conversion = read_mapping("file", str(path)), Conversion()
     _check_format(kind, path, values)
-    if kind == "accelerate":
-        require(not ranks, "--ranks", ranks, "nothing: num_processes is in the file", "drop it")
-        convert_accelerate(conversion, values, path.parent)
-    elif kind == "hf-trainer":
-        convert_hf_trainer(conversion, values, path.parent, ranks, num_nodes)
-    else:
+    if kind != "accelerate":
         put_ranks(conversion, ranks, num_nodes)
-        if kind == "axolotl":
-            convert_axolotl(conversion, values, path.parent, ranks)
-        else:
-            _OTHERS[kind](conversion, values, ranks)
+    _CONVERTERS[kind](conversion, values, path.parent, ranks)
     _finish(conversion)
     missing = [" or ".join(paths.split()) for paths in _NEEDED if not any(map(conversion.get, paths.split()))]
     autos = dict.fromkeys(fate.key for fate in conversion.fates if "(auto: " in fate.text)
@@ -98,7 +96,7 @@ def _finish(conversion: Conversion) -> None:
     for field in ("precision", "activation_checkpointing"):
         if list(strategy.get(field, ())) == ["mode"]:
             strategy[field] = strategy[field]["mode"]
-    conversion.recipe["trainer"]["strategy"] = {"class_path": "lit_fsdp.fsdp_strategy", "init_args": strategy}
+    conversion.recipe["trainer"]["strategy"] = {"class_path": FACTORY, "init_args": strategy}
 
 
 def _check(conversion: Conversion) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from lit_fsdp.convert.conversion import Conversion, Given, names, number
 from lit_fsdp.convert.deepspeed import OF_ACCELERATE, put_engine, put_of_accelerate, put_precision, put_ranks
 from lit_fsdp.convert.tables import OFF, Drop, Keep, Source, Table, rows, under
+from lit_fsdp.errors import require
 
 SHARDINGS = {w: w.lower() for w in "FULL_SHARD SHARD_GRAD_OP NO_SHARD HYBRID_SHARD HYBRID_SHARD_ZERO2".split()}
 _PREFETCH = {"BACKWARD_PRE": "pre", "BACKWARD_POST": "post", "NO_PREFETCH": "none"}
@@ -65,8 +66,9 @@ _ACCELERATE: Table = {
 }  # fmt: skip
 
 
-def convert_accelerate(conversion: Conversion, values: dict[str, Any], folder: Path) -> None:
+def convert_accelerate(conversion: Conversion, values: dict[str, Any], folder: Path, ranks: int | None) -> None:
     """Convert an Accelerate configuration for FSDP, DeepSpeed, DDP or a single process."""
+    require(not ranks, "--ranks", ranks, "nothing: num_processes is in the file", "drop it")
     version, table = fsdp_table(values, "1", {})
     source = Source(conversion, {**_ACCELERATE, **table}, values)
     distributed, word = source.take("distributed_type", "NO"), source.take("mixed_precision", "no")

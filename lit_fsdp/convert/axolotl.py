@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from lit_fsdp.config.command_line import PREFERENCE
 from lit_fsdp.convert.accelerate import fsdp_table, put_shards
 from lit_fsdp.convert.conversion import Conversion, Given, names, number
 from lit_fsdp.convert.deepspeed import put_deepspeed, put_precision
-from lit_fsdp.convert.hf_trainer import ARGUMENTS, put_loop, put_strategy
-from lit_fsdp.convert.tables import FILLED_IN, OFF, Drop, Keep, Source, Table, put_data_sets, rows
+from lit_fsdp.convert.hf_trainer import ADAPTERS, ARGUMENTS, put_loop, put_strategy
+from lit_fsdp.convert.tables import FILLED_IN, OFF, UNSUPPORTED, Drop, Keep, Source, Table, put_data_sets, rows
 from lit_fsdp.errors import require
 
 _ALIASES = {
@@ -27,8 +28,6 @@ _KEPT = {
     "tokenizer_config": "model.tokenizer", "trust_remote_code": "model.trust_remote_code", "tokens": "model.add_tokens",
     "overrides_of_model_config": "model.config_overrides", "model_config": "model.config_overrides",
     "neftune_noise_alpha": "model.neftune_alpha",
-    "lora_r": "model.lora.r", "lora_alpha": "model.lora.alpha", "lora_dropout": "model.lora.dropout",
-    "lora_target_modules": "model.lora.target_modules", "lora_modules_to_save": "model.lora.modules_to_save",
     "peft_use_dora": "model.lora.use_dora", "peft_use_rslora": "model.lora.use_rslora",
     "rl_beta": "model.preference.beta", "orpo_alpha": "model.preference.beta",
     "simpo_gamma": "model.preference.gamma", "dpo_label_smoothing": "model.preference.label_smoothing",
@@ -48,6 +47,7 @@ _AXOLOTL: Table = {
     **ARGUMENTS,
     **rows("rl adapter fp8 load_in_4bit lora_target_linear datasets test_datasets pretraining_dataset dp_shard_size "
            "tensor_parallel_size", None),
+    **ADAPTERS,
     **{theirs: Keep(ours) for theirs, ours in _KEPT.items()},
     **_MASKS,
     "optim": Drop("lit_fsdp uses AdamW; others: model.optim.class_path",
@@ -84,8 +84,7 @@ _AXOLOTL: Table = {
            "float16 gptq embedding_lr* lr_groups batch_size cosine_constant_lr_ratio "
            "base_model_config revision_of_model unfrozen_parameters default_system_message chat_template_jinja "
            "dataset_exact_deduplication curriculum_sampling reinit_weights peft model_quantization_config* "
-           "lr_scheduler_kwargs.num_cycles",
-           Drop("this option is not supported", OFF)),
+           "lr_scheduler_kwargs.num_cycles", UNSUPPORTED),
 }  # fmt: skip
 
 
@@ -125,7 +124,7 @@ def convert_axolotl(conversion: Conversion, values: dict[str, Any], folder: Path
 def _data(conversion: Conversion, source: Source) -> None:
     loss = source.take("rl")
     if loss.key:
-        conversion.put("model.class_path", "lit_fsdp.PreferenceModule")
+        conversion.put("model.class_path", PREFERENCE)
         allowed = ("dpo", "ipo", "orpo", "simpo")
         word, fix = str(loss.value).lower(), "this method is not supported; use preference pairs"
         require(word in allowed, "rl", loss.value, " | ".join(allowed), fix)
@@ -165,7 +164,7 @@ def _of_data_set(own: str, messages: str) -> Table:
         **{f"message_property_mappings.{name}": Keep(f"{own}.turns.{name}") for name in turns},
         **{f"field_{name}": Keep(f"{own}.columns.{name}") for name in columns},
         "field_thinking": Keep(f"{own}.turns.reasoning_content"),
-        **rows("drop_system_message split_thinking template_thinking_key", Drop("this option is not supported", OFF)),
+        **rows("drop_system_message split_thinking template_thinking_key", UNSUPPORTED),
         "message_field_training": Keep(f"{own}.turns.train"),
         "roles": Keep(f"{own}.turns.roles", _roles),
         "field_messages": Keep(f"{own}.columns.{messages}"),
@@ -184,7 +183,7 @@ def _of_prompt_style(own: str) -> Table:
     return {
         **{f"field_{name}": Keep(f"{own}.columns.{name}") for name in columns},
         **rows("*format", Drop("turns are formatted by the chat template", OFF)),
-        **rows("system_prompt field", Drop("this option is not supported", OFF)),
+        **rows("system_prompt field", UNSUPPORTED),
     }
 
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import yaml
 
+from lit_fsdp.config.run import STRATEGY
 from lit_fsdp.config.yaml_files import load_yaml
 from lit_fsdp.errors import ConfigError, require
 
-STRATEGY = "trainer.strategy.init_args"
 _SECTIONS = ("seed_everything", "trainer", "model", "data", "checkpoint")
 _BOOL = dict.fromkeys("true t yes y on 1".split(), True) | dict.fromkeys("false f no n off 0".split(), False)
 

@@ -7,7 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lit_fsdp.convert.conversion import STRATEGY, Conversion, Given, read_mapping
+from lit_fsdp.config.run import STRATEGY
+from lit_fsdp.convert.conversion import Conversion, Given, read_mapping
 from lit_fsdp.convert.tables import FILLED_IN, OFF, Drop, Keep, Source, Table, rows, under
 from lit_fsdp.errors import require
 
@@ -97,7 +98,7 @@ OF_ACCELERATE = under("deepspeed_config", {
 """The keys of Accelerate's ``deepspeed_config``."""
 
 
-def convert_deepspeed(conversion: Conversion, values: dict[str, Any], ranks: int | None) -> None:
+def convert_deepspeed(conversion: Conversion, values: dict[str, Any], _: Path, ranks: int | None) -> None:
     """Convert a DeepSpeed configuration."""
     source = Source(conversion, _DEEPSPEED, values)
     _put_stage(conversion, source, ranks)

@@ -6,10 +6,11 @@ import math
 from pathlib import Path
 from typing import Any
 
+from lit_fsdp.config.command_line import PREFERENCE
 from lit_fsdp.config.words import ROWS_FILES
 from lit_fsdp.convert.accelerate import SHARDINGS, convert_fsdp, fsdp_table
 from lit_fsdp.convert.conversion import Conversion, Given, choose, names, number, read_mapping
-from lit_fsdp.convert.deepspeed import put_deepspeed, put_engine, put_precision, put_ranks
+from lit_fsdp.convert.deepspeed import put_deepspeed, put_engine, put_precision
 from lit_fsdp.convert.tables import FILLED_IN, OFF, Drop, Keep, Source, Table, put_data_sets, rows
 
 _RECOMPUTE = Keep("activation_checkpointing.mode", {"true": "full", "false": None}, "the blocks of the wrap choice")
@@ -73,6 +74,9 @@ ARGUMENTS: Table = {
 }  # fmt: skip
 
 
+ADAPTERS: Table = {
+    f"lora_{name}": Keep(f"model.lora.{name}") for name in "r alpha dropout target_modules modules_to_save".split()
+}
 _TRL: Table = {  # its SFTConfig, ModelConfig and ScriptArguments, 1.16
     **rows(
         "use_peft load_in_4bit datasets dataset_name dataset_config dataset_train_split dataset_test_split "
@@ -95,11 +99,7 @@ _TRL: Table = {  # its SFTConfig, ModelConfig and ScriptArguments, 1.16
         "shuffle_dataset padding_free pad_to_multiple_of pad_token activation_offloading",
         Drop("it does not change what is trained: rows are shuffled, and padding is never supervised"),
     ),
-    "lora_r": Keep("model.lora.r"),
-    "lora_alpha": Keep("model.lora.alpha"),
-    "lora_dropout": Keep("model.lora.dropout"),
-    "lora_target_modules": Keep("model.lora.target_modules"),
-    "lora_modules_to_save": Keep("model.lora.modules_to_save"),
+    **ADAPTERS,
     "use_rslora": Keep("model.lora.use_rslora"),
     "use_dora": Keep("model.lora.use_dora"),
     "use_bnb_nested_quant": Keep("model.lora.double_quantization"),
@@ -214,9 +214,7 @@ def put_adapters(conversion: Conversion, source: Source, folder: Path, validates
         conversion.drop(text, "it is the default")
 
 
-def convert_hf_trainer(
-    conversion: Conversion, values: dict[str, Any], folder: Path, ranks: int | None, num_nodes: int
-) -> None:
+def convert_hf_trainer(conversion: Conversion, values: dict[str, Any], folder: Path, ranks: int | None) -> None:
     """Convert TrainingArguments; file paths are resolved relative to here, then to ``folder``."""
     for key in ("fsdp_config", "accelerator_config", "lr_scheduler_kwargs"):
         if isinstance(values.get(key), str):
@@ -227,12 +225,11 @@ def convert_hf_trainer(
     own = _DPO if is_dpo else _TRL
     source = Source(conversion, {**ARGUMENTS, **own, **table}, values, aliases={"torch_dtype": "dtype"})
     if is_dpo:
-        conversion.put("model.class_path", "lit_fsdp.PreferenceModule")
+        conversion.put("model.class_path", PREFERENCE)
         if not values.get("loss_type"):
             missing = Given("loss_type (sigmoid by default)", "")
             note = "if the file is for DPO, write it into the file"
             conversion.keep(missing, "model.preference.loss", "dpo", note, differs=True)
-    put_ranks(conversion, ranks, num_nodes)
     cpu = source.take("use_cpu", False)
     if cpu.on:
         conversion.keep(cpu, "trainer.accelerator", "cpu")

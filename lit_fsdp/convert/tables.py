@@ -47,6 +47,8 @@ class Drop:
     """Values that do not change training, as words; empty: all values."""
 
 
+UNSUPPORTED = Drop("this option is not supported", OFF)
+"""A key that matters only if it is on."""
 Table = Mapping[str, Keep | Drop | None]
 """Row by dotted key without prefixes, or by pattern with a star; ``None``: handled in code together with other keys."""
 

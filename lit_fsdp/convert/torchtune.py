@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
+from lit_fsdp.config.command_line import PREFERENCE
 from lit_fsdp.convert.accelerate import put_shards
 from lit_fsdp.convert.conversion import Conversion, Given, names, number
 from lit_fsdp.convert.deepspeed import put_engine
-from lit_fsdp.convert.tables import OFF, Drop, Keep, Source, Table, put_data_sets, rows
+from lit_fsdp.convert.tables import UNSUPPORTED, Drop, Keep, Source, Table, put_data_sets, rows
 from lit_fsdp.errors import require
 
 _DATA_SETS = {
@@ -65,12 +67,11 @@ _TORCHTUNE: Table = {
     "ref_checkpointer.*": Drop("the reference is the model that training starts from"),
     **rows("custom_sharded_layers memory_efficient_fsdp_wrap ac_* low_cpu_ram optimizer_in_bwd cudnn* fsdp_* "
            "loss.num_output_chunks cp_rotate_method", Drop("it affects speed and memory, not results")),
-    **rows("tensor_parallel_plan loss.* collate_fn quantizer enable_fp8_training teacher_* kd_*",
-           Drop("this option is not supported", OFF)),
+    **rows("tensor_parallel_plan loss.* collate_fn quantizer enable_fp8_training teacher_* kd_*", UNSUPPORTED),
 }  # fmt: skip
 
 
-def convert_torchtune(conversion: Conversion, values: dict[str, Any], ranks: int | None) -> None:
+def convert_torchtune(conversion: Conversion, values: dict[str, Any], _: Path, ranks: int | None) -> None:
     """Convert a torchtune configuration for one or several devices."""
     values = _resolved(values, values)
     is_known = "policy_model" not in values
@@ -143,7 +144,7 @@ def _model(conversion: Conversion, source: Source) -> None:
     require("torchtune.models." in str(builder.value), "model._component_", builder.value or "none", allowed, fix)
     conversion.say(builder, "replaced by model.name, the folder with the model's config.json")
     if str(loss.value).endswith(".DPOLoss"):
-        conversion.put("model.class_path", "lit_fsdp.PreferenceModule")
+        conversion.put("model.class_path", PREFERENCE)
         conversion.keep(loss, "model.preference.loss", "dpo")
     else:
         known = str(loss.value).rpartition(".")[2] in _CROSS_ENTROPY

@@ -30,8 +30,8 @@ def read_prompts(
     sources: Sources,
     config: DataConfig,
     tokenizer: Any,
-    numbers: Collection[int] | None = None,
-    num_embeddings: int | None = None,
+    numbers: Collection[int] | None,
+    num_embeddings: int | None,
 ) -> list[Prompt]:
     """Read rows as prompts, with the template and masks of training.
 

@@ -213,7 +213,7 @@ class AssistantTurns:
             body = "".join(text[a:b] for a, b in spans)
             message = conversation.messages[index]
             if not _is_whole(message, turns[index], body) or min(chain(*spans), default=-1) < 0:
-                called = _called(message)
+                called = [str(call.get("function", call).get("name")) for call in message.get("tool_calls") or ()]
                 if called and not any(name in text for name in called):
                     given = f"the chat template does not write the tool calls of message {index + 1} (assistant)"
                     raise DataError(f"{location}: {given}\n  fix:     set data.chat_template: chatml")
@@ -389,11 +389,6 @@ def _with_ends(conversation: Conversation, numbers: Collection[int]) -> Conversa
             marked[end] = f"{marked[end]}{last}"
             tools[i - len(messages)] = {**tool, "function": marked}
     return replace(conversation, messages=messages, tools=conversation.tools and tools)
-
-
-def _called(message: Any) -> list[str]:
-    """The names of the functions that a message calls."""
-    return [str(call.get("function", call).get("name")) for call in message.get("tool_calls") or ()]
 
 
 def _is_missing(content: str, text: str) -> bool:

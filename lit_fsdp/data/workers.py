@@ -17,8 +17,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from lit_fsdp.host import return_freed_memory, wait_until_orphaned
-
-_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+from lit_fsdp.signals import STOPPING
 
 
 def load(
@@ -41,7 +40,7 @@ def load(
     )
     return_freed_memory()  # a forked loader would keep pages that this process overwrites
     # loaders start with signals blocked; this process still receives them afterwards
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
     try:
         items = iter(loader)
     finally:
@@ -61,13 +60,13 @@ def obey_parent_only(parent: int, worker_id: int) -> None:
     """Initialize a loader: it ends only on SIGTERM from its parent, or when its parent dies."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # tokenizer threads do not survive a fork
     signal.set_wakeup_fd(-1)
-    signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED)  # already so if it was forked
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)  # already so if it was forked
     threading.Thread(target=_wait_for_parent, args=(parent,), name="signals", daemon=True).start()
 
 
 def _wait_for_parent(parent: int) -> None:
     def is_asked() -> bool:
-        received = signal.sigtimedwait(_IGNORED, 1.0)
+        received = signal.sigtimedwait(STOPPING, 1.0)
         return bool(received and received.si_signo == signal.SIGTERM and received.si_pid == parent)
 
     # torch loaders check their parent only between batches, which a stuck loader never reaches

@@ -20,6 +20,7 @@ from lit_fsdp.host import size_words
 
 MIB = 2**20
 Grade = Literal["ok", "warn", "fail"]
+_TORCH_SECONDS = 120
 
 
 @dataclass(frozen=True)
@@ -58,9 +59,9 @@ class Wanted:
     num_checkpoints: int = 0  # on disk at the same time, including the one being written
 
 
-def judged(name: str, found: str, is_ok: bool, fix: str, otherwise: Grade = "fail") -> Row:
-    """Build a row with grade ok, or with another grade and its fix."""
-    return Row(name, found) if is_ok else Row(name, found, otherwise, fix)
+def judged(name: str, found: str, is_ok: bool, fix: str) -> Row:
+    """Build a row with grade ok, or with grade fail and its fix."""
+    return Row(name, found) if is_ok else Row(name, found, "fail", fix)
 
 
 def nearest(folder: Path) -> Path:
@@ -69,14 +70,14 @@ def nearest(folder: Path) -> Path:
     return next(path for path in (folder, *folder.parents) if path.is_dir()).resolve()
 
 
-def ask_torch(seconds: float = 120) -> dict[str, Any]:
+def ask_torch() -> dict[str, Any]:
     """Run :func:`lit_fsdp.launch.doctor_ranks.device_facts` in a separate process; ``{"error": why}`` if it fails."""
     words = [sys.executable, "-m", "lit_fsdp.launch.doctor_ranks"]
     try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=seconds, check=False)  # noqa: S603
+        done = subprocess.run(words, capture_output=True, text=True, timeout=_TORCH_SECONDS, check=False)  # noqa: S603
         return json.loads(done.stdout.splitlines()[-1])
     except subprocess.TimeoutExpired:
-        return {"error": f"no answer in {seconds:.0f} s"}
+        return {"error": f"no answer in {_TORCH_SECONDS} s"}
     except (IndexError, ValueError):
         return {"error": " ".join(done.stderr.split())[-300:] or f"ended with exit code {done.returncode}"}
 

@@ -33,6 +33,7 @@ COLLECTIVE_SECONDS = 60.0
 RANKS_SECONDS = 300.0  # total for the ranks, including imports
 _SEE_SECONDS = 5.0
 _SAVE_BYTES = 48 * MIB
+_REPEATS = 5  # of an all-reduce
 _SIZES = {"gloo": (64 * 1024, MIB, 16 * MIB, 64 * MIB), "nccl": (MIB, 16 * MIB, 128 * MIB, 512 * MIB)}
 _WAY_OUT = {
     "gloo": "open all TCP ports between the nodes; set GLOO_SOCKET_IFNAME to their shared network (one node: lo)",
@@ -228,7 +229,7 @@ def run_rank(index: int, plan: Mapping[str, Any], first: int) -> None:
         os._exit(1)  # an orderly shutdown of a broken group could wait forever
 
 
-def time_all_reduce(num_bytes: int, device: torch.device, repeats: int = 5) -> float:
+def time_all_reduce(num_bytes: int, device: torch.device) -> float:
     """Check the sums of an all-reduce in fp32 and time it, in milliseconds; collective."""
     tensor = torch.ones(num_bytes // 4, device=device)
     dist.all_reduce(tensor)  # also creates connections and buffers
@@ -237,10 +238,10 @@ def time_all_reduce(num_bytes: int, device: torch.device, repeats: int = 5) -> f
     tensor.zero_()  # stays finite in repeated sums
     tensor[0].item()  # waits for the device
     start = time.perf_counter()
-    for _ in range(repeats):
+    for _ in range(_REPEATS):
         dist.all_reduce(tensor)
     tensor[0].item()
-    return (time.perf_counter() - start) * 1000 / repeats
+    return (time.perf_counter() - start) * 1000 / _REPEATS
 
 
 def trial_save(folder: Path, num_bytes: int, device: torch.device) -> tuple[int, float]:

@@ -23,7 +23,7 @@ from lit_fsdp.signals import STOPPING
 _POLL_SECONDS, _GRACE_SECONDS = 1.0, 10.0
 
 
-class Ranks:
+class LaunchedRanks:
     """The further ranks that this process has started."""
 
     def __init__(self) -> None:
@@ -99,5 +99,5 @@ def _ending(code: int) -> str:
     return f"was ended by {name}{memory}"
 
 
-LAUNCHED_RANKS = Ranks()
+LAUNCHED_RANKS = LaunchedRanks()
 """The ranks started by this process."""

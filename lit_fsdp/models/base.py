@@ -15,6 +15,7 @@ from safetensors import safe_open
 from lit_fsdp.config.model import LoraConfig, ModelConfig
 from lit_fsdp.errors import ConfigError, require
 from lit_fsdp.host import cache_root, make_once
+from lit_fsdp.models.adapter_names import WEIGHTS_FILE, read_adapter_config
 from lit_fsdp.models.build import build_on_meta
 from lit_fsdp.models.experts import fused_experts
 from lit_fsdp.models.hub import fetch
@@ -101,11 +102,11 @@ class BaseWeights:
 
 def base_of_folder(adapter: Path) -> dict[str, Any]:
     """Read the base of an adapter folder, as :func:`describe_base`; only ``name`` if other software wrote it."""
-    weights, recorded = adapter / "adapter_model.safetensors", None
+    weights, recorded = adapter / WEIGHTS_FILE, None
     if weights.is_file():
         with safe_open(weights, "pt") as file:
             recorded = (file.metadata() or {}).get("base")
-    name = json.loads((adapter / "adapter_config.json").read_bytes()).get("base_model_name_or_path")
+    name = read_adapter_config(adapter).get("base_model_name_or_path")
     return dict(json.loads(recorded)) if recorded else {"name": name}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from shlex import quote
@@ -21,6 +20,7 @@ from transformers.utils.quantization_config import Mxfp4Config
 
 from lit_fsdp.errors import require
 from lit_fsdp.host import cpu_has_bf16
+from lit_fsdp.models.adapter_names import CONFIG_FILE, WEIGHTS_FILE, read_adapter_config
 from lit_fsdp.models.base import base_of_folder, find_base
 from lit_fsdp.models.build import build_on_meta, vocabulary_modules, vocabulary_tensors
 from lit_fsdp.models.experts import choose_eager, fused_experts
@@ -77,9 +77,9 @@ class Chat:
 
 def _loaded(folder: str, base: str | None, trust_remote_code: bool) -> tuple[Any, PreTrainedTokenizerBase]:
     place = Path(folder).expanduser()
-    is_adapter = (place / "adapter_config.json").is_file()
+    is_adapter = (place / CONFIG_FILE).is_file()
     is_known = is_adapter or ((place / "config.json").is_file() and base is None)
-    allowed = "a model folder with config.json, or an adapter's with adapter_config.json"
+    allowed = f"a model folder with config.json, or an adapter's with {CONFIG_FILE}"
     fix = "name a folder written by export; --base is for adapters"
     is_run = any((one / "checkpoints").is_dir() for one in (place, place.parent))
     if is_run or (place / "manifest.json").is_file():
@@ -103,7 +103,7 @@ def _loaded(folder: str, base: str | None, trust_remote_code: bool) -> tuple[Any
             source.hf_config.quantization_config = packed
             options |= {"config": source.hf_config, "quantization_config": Mxfp4Config(dequantize=True)}
         elif saved.get("quantize"):
-            trained = json.loads((place / "adapter_config.json").read_bytes()).get("modules_to_save") or []
+            trained = read_adapter_config(place).get("modules_to_save") or []
             plain = build_on_meta(source.hf_config, trust_remote_code=trust_remote_code)
             keep = [*trained, *vocabulary_modules(plain), *whole_layers(plain)]
             options["quantization_config"] = as_loaded(dtype, saved["double_quantization"], keep)
@@ -117,7 +117,7 @@ def _loaded(folder: str, base: str | None, trust_remote_code: bool) -> tuple[Any
     if is_adapter:
         if saved.get("quantize"):
             _round(model, saved["double_quantization"], with_linears=is_mxfp4)
-        brought, names = headers_of([place / "adapter_model.safetensors"]), tuple(vocabulary_tensors(model))
+        brought, names = headers_of([place / WEIGHTS_FILE]), tuple(vocabulary_tensors(model))
         rows = max((one.shape[0] for one in brought.values() if one.name.endswith(names)), default=0)
         if rows > model.get_input_embeddings().num_embeddings:  # rows of added tokens
             model.resize_token_embeddings(rows, mean_resizing=False)

@@ -14,7 +14,7 @@ import math
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from transformers.pytorch_utils import Conv1D
 from lit_fsdp.config.model import LoraConfig
 from lit_fsdp.errors import ConfigError, require
 from lit_fsdp.models.adapted import apply_one_function
+from lit_fsdp.models.adapter_names import ADAPTER, base_name, is_adapter
 from lit_fsdp.models.experts import fused_experts
 from lit_fsdp.models.quantize import PackedExperts, apply_nf4, pack, pack_experts
 from lit_fsdp.models.special_layers import ATTENTION, bypassed_layers, router_layers
@@ -34,7 +35,6 @@ from lit_fsdp.models.weights import Weights, seeded, tied_groups
 
 _log = logging.getLogger(__name__)
 _PATH = "model.lora"
-_ADAPTER = "default"
 _BITSANDBYTES = "bitsandbytes"
 _HANDED = ("layers_to_transform", "layers_pattern", "exclude_modules", "rank_pattern", "alpha_pattern")
 _GAUSSIAN = ("init_lora_weights", "gaussian")
@@ -43,7 +43,6 @@ _FIELDS = set(  # of adapter_config.json that model.lora has itself, or peft fil
     "peft_type auto_mapping peft_version base_model_name_or_path revision inference_mode fan_in_fan_out".split()
 )
 _LAYERS = (nn.Linear, Conv1D, nn.Embedding)  # targeted as modules, not as parameters
-_WRAPPERS = re.compile(rf"(\.base_layer|\.original_module|\.modules_to_save\.{_ADAPTER})(?=\.|$)")
 _ADAPTER_PARTS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector")
 
 
@@ -62,7 +61,7 @@ class LoraWeights:
         self._base, self._seed, self._device = base, seed, device or torch.device("cpu")
         self._modules = dict(model.named_modules())
         settings: Any = model.peft_config
-        self._is_gaussian = settings[_ADAPTER].init_lora_weights == "gaussian"
+        self._is_gaussian = settings[ADAPTER].init_lora_weights == "gaussian"
 
     def read(self, module_name: str, module: nn.Module, attribute: str, rows: slice | None = None) -> torch.Tensor:
         """Same as :meth:`lit_fsdp.models.weights.Weights.read`, with names of the model with adapters.
@@ -174,52 +173,61 @@ def _targets(
             (used, "the model's code uses their weight directly"),
             (lost - used, "peft would not find them in the adapter's folder"),
         ):
-            if left_out := sorted({_end(name) for name in names}):
-                _log.warning("model.lora: layers without adapters, because %s: %s", why, ", ".join(left_out))
+            if names:
+                _log.warning("model.lora: layers without adapters, because %s: %s", why, _ends(names))
     elif chosen == "attention-only":
         targets = [name for name in usable if ATTENTION.search(name)]
         given = f"attention-only for {model.config.model_type}, which has no linear layer named attn or attention"
         require(targets, path, given, f"layers of this model: {layers}")
     elif isinstance(chosen, str):
-        parameters = [name for name in fused if re.fullmatch(chosen, name)]
-        found = [name for name, _ in model.named_modules() if re.fullmatch(chosen, name)]
-        given, fix = f"{chosen!r}, which matches no full name", f"write [{chosen}], or '.*{chosen}'"
-        require(found or parameters, path, given, f"names such as {linears[0]}", fix)
-        _check_names(model, "target_modules", found, layers)
-        targets = found if fused or not found else chosen  # in mixtures peft extends a pattern to all layers
+        targets, parameters = _by_pattern(model, chosen, layers)
     elif chosen is not None:
-        modules = [f".{name}" for name, _ in model.named_modules()]
-        others = [wanted for wanted in chosen if not any(name.endswith(f".{wanted}") for name in modules)]
-        layers_of_peft = {id(p) for m in model.modules() if isinstance(m, _LAYERS) for p in m.parameters()}
-        found_here = [(name, param) for name, param in model.named_parameters() if id(param) not in layers_of_peft]
-        matrices = [name for name, param in found_here if param.ndim in (2, 3)]
-        parameters = [name for name in matrices if f".{name}".endswith(tuple(f".{wanted}" for wanted in others))]
-        owners = {name.rpartition(".")[0] for name in fused}
-        biases = [_end(name) for name in parameters if name not in fused and name.rpartition(".")[0] in owners]
-        stacked = ", ".join(sorted({_end(name) for name in fused}))
-        require(not biases, path, f"{biases[:1]}, which is no weight of experts", f"weights such as {stacked}")
-        targets = [wanted for wanted in chosen if not any(f".{name}".endswith(f".{wanted}") for name in parameters)]
-        _check_names(model, "target_modules", targets, layers)
-    wrong = [] if isinstance(targets, str) else [n for n in targets or () if n.rpartition(".")[2] in mistaken]
-    ends = tuple(f".{wanted}" for wanted in (targets if isinstance(targets, list) else []))
-    unfound = sorted({_end(name) for name in lost if f".{name}".endswith(ends)}) if ends else []
+        targets, parameters = _by_name(model, chosen, layers)
+    listed = targets if isinstance(targets, list) else []
+    unfound = sorted({_end(name) for name in lost if f".{name}".endswith(tuple(f".{wanted}" for wanted in listed))})
     given = f"{', '.join(unfound[:3])}, which peft would not find in the adapter's folder ({model.config.model_type})"
     require(not unfound, path, given, "other layers", "write all-linear, which leaves them out")
+    wrong = [name for name in listed if name.rpartition(".")[2] in mistaken]
     given = f"{', '.join(wrong[:3])}, which peft mistakes for routed experts of {model.config.model_type}"
-    fix = f"name the experts' tensors: {', '.join(sorted({_end(name) for name in fused}))}"
+    fix = f"name the experts' tensors: {_ends(fused)}"
     require(not wrong, path, given, "other layers", fix)
     if more.get("layers_to_transform") is not None:  # peft applies full names, and parameters, to every layer
         if targets is usable:
             targets = sorted({name.rpartition(".")[2] for name in targets})
         parameters = [name for name in parameters if any(f".{number}." in name for number in _numbers(more))]
-    experts = f"fused experts of {model.config.model_type}"
-    for field, is_set in (
-        ("dropout", config.dropout),
-        ("use_dora", config.use_dora),
-        ("peft_args.exclude_modules", more.get("exclude_modules")),
-    ):
-        value, fix = f"a value, with adapters on {experts}", f"drop {field}, or set target_modules: attention-only"
-        require(not (parameters and is_set), f"{_PATH}.{field}", value, "none: peft supports it for layers only", fix)
+    excluded = more.get("exclude_modules")
+    for_layers = {"dropout": config.dropout, "use_dora": config.use_dora, "peft_args.exclude_modules": excluded}
+    for field in (field for field, value in for_layers.items() if value):
+        given = f"a value, with adapters on fused experts of {model.config.model_type}"
+        fix = f"drop {field}, or set target_modules: attention-only"
+        require(not parameters, f"{_PATH}.{field}", given, "none: peft supports it for layers only", fix)
+    return targets, parameters
+
+
+def _by_pattern(model: PreTrainedModel, chosen: str, layers: str) -> tuple[list[str] | str, list[str]]:
+    """``target_modules`` and ``target_parameters`` whose full names match the pattern."""
+    fused = fused_experts(model)
+    parameters = [name for name in fused if re.fullmatch(chosen, name)]
+    found = [name for name, _ in model.named_modules() if re.fullmatch(chosen, name)]
+    given, fix = f"{chosen!r}, which matches no full name", f"write [{chosen}], or '.*{chosen}'"
+    require(found or parameters, f"{_PATH}.target_modules", given, f"names such as {_linears(model)[0]}", fix)
+    _check_names(model, "target_modules", found, layers)
+    return found if fused or not found else chosen, parameters  # in mixtures peft extends a pattern to all layers
+
+
+def _by_name(model: PreTrainedModel, chosen: list[str], layers: str) -> tuple[list[str], list[str]]:
+    """The names of modules, for ``target_modules``, and the parameters that the other names mean."""
+    fused, modules = fused_experts(model), [f".{name}" for name, _ in model.named_modules()]
+    others = [wanted for wanted in chosen if not any(name.endswith(f".{wanted}") for name in modules)]
+    of_layers = {id(p) for m in model.modules() if isinstance(m, _LAYERS) for p in m.parameters()}
+    matrices = [n for n, p in model.named_parameters() if id(p) not in of_layers and p.ndim in (2, 3)]
+    parameters = [name for name in matrices if f".{name}".endswith(tuple(f".{wanted}" for wanted in others))]
+    owners = {name.rpartition(".")[0] for name in fused}
+    biases = [_end(name) for name in parameters if name not in fused and name.rpartition(".")[0] in owners]
+    given, allowed = f"{biases[:1]}, which is no weight of experts", f"weights such as {_ends(fused)}"
+    require(not biases, f"{_PATH}.target_modules", given, allowed)
+    targets = [wanted for wanted in chosen if not any(f".{name}".endswith(f".{wanted}") for name in parameters)]
+    _check_names(model, "target_modules", targets, layers)
     return targets, parameters
 
 
@@ -258,6 +266,10 @@ def _lost(model: PreTrainedModel, linears: list[str]) -> set[str]:
 def _end(name: str) -> str:
     """A name without its prefix up to the layer's index."""
     return re.sub(r".*\.\d+\.", "", name)
+
+
+def _ends(names: Iterable[str]) -> str:
+    return ", ".join(sorted({_end(name) for name in names}))
 
 
 def _linears(model: PreTrainedModel) -> list[str]:
@@ -322,17 +334,7 @@ def _inject(model: PreTrainedModel, settings: Any) -> Any:
         warnings.filterwarnings("ignore", "fan_in_fan_out")  # peft sets it as the layer needs it, and warns
         peft = _peft()
         with _without_bitsandbytes():
-            return peft.LoraModel(model, settings, _ADAPTER, low_cpu_mem_usage=True)
-
-
-def is_adapter(name: str) -> bool:
-    """Whether a parameter belongs to an adapter, or to a fully trained copy of a module (``modules_to_save``)."""
-    return ".lora_" in name or ".modules_to_save." in name
-
-
-def base_name(name: str) -> str:
-    """The name in the model without adapters of a base module, or of its fully trained copy."""
-    return _WRAPPERS.sub("", name)
+            return peft.LoraModel(model, settings, ADAPTER, low_cpu_mem_usage=True)
 
 
 def _check_names(model: PreTrainedModel, field: str, names: list[str], layers: str) -> None:

@@ -161,7 +161,7 @@ def causal_lm_forward(model: nn.Module, batch: Mapping[str, torch.Tensor], plan:
 
 @torch.no_grad()
 def sample_losses(
-    model: nn.Module, batch: Mapping[str, torch.Tensor], plan: LossPlan | None = None
+    model: nn.Module, batch: Mapping[str, torch.Tensor], plan: LossPlan | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Summed negative log-likelihood in nats, fp32 (B,), and supervised tokens, int64 (B,), of each unpacked row."""
     targets_BT = next_targets(batch)
@@ -199,7 +199,7 @@ def next_targets(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
     return targets_BT
 
 
-def target_positions(targets_BT: torch.Tensor, num: int | None = None) -> torch.Tensor:
+def target_positions(targets_BT: torch.Tensor, num: int | None) -> torch.Tensor:
     """Indices of supervised targets in the flattened batch, int64 (N,); the value ``num`` is their number, if known."""
     is_target = (targets_BT != IGNORED).flatten()
     if num is None:
@@ -276,9 +276,7 @@ def _trained(head: nn.Module) -> list[torch.Tensor]:
     return list({id(tensor): tensor for tensor in tensors}.values())
 
 
-def _router_loss(
-    model: nn.Module, out: Any, context: ContextGroup | None = None, num_tokens: int = 0
-) -> torch.Tensor | None:
+def _router_loss(model: nn.Module, out: Any, context: ContextGroup | None, num_tokens: int) -> torch.Tensor | None:
     """Load balancing loss that a mixture of experts would add to its mean loss if it got labels.
 
     Models compute it only if their configuration has ``output_router_logits: true``. It is not additive over parts of
@@ -305,7 +303,7 @@ def balance_of(owner: Any) -> Callable[..., Any] | None:
     return found if hasattr(owner, "num_experts") and hasattr(owner, "num_experts_per_tok") else None
 
 
-def chunk_rows(vocab_size: int, width: int, degree: int = 1) -> int:
+def chunk_rows(vocab_size: int, width: int, degree: int) -> int:
     """Default tokens per chunk: :data:`CHUNK_BYTES` of fp32 logits, or a quarter of the head's fp32 gradient.
 
     The larger of both applies: every chunk adds to that gradient, which is slow with many small chunks. Ranks that

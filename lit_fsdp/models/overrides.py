@@ -33,7 +33,7 @@ _OF_TRAINING = re.compile("drop|router|aux_loss")
 
 
 def overridden(
-    config: PretrainedConfig, given: Mapping[str, Any], has_weights: bool, trust_remote_code: bool = False
+    config: PretrainedConfig, given: Mapping[str, Any], has_weights: bool, trust_remote_code: bool
 ) -> PretrainedConfig:
     """Copy ``config`` with these values in the config of its language model, validated by transformers.
 

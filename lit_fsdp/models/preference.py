@@ -53,7 +53,7 @@ def preference_forward(
     batch: Mapping[str, torch.Tensor],
     config: PreferenceConfig,
     plan: LossPlan,
-    reference_2P: torch.Tensor | None = None,
+    reference_2P: torch.Tensor | None,
 ) -> tuple[TokenLoss, torch.Tensor]:
     """Compute the loss of ``model``, called once as a whole, summed over the pairs of a batch, and sums to log.
 
@@ -96,7 +96,7 @@ def pair_losses(
     config: PreferenceConfig,
     logps_2P: torch.Tensor,
     counts_2P: torch.Tensor,
-    reference_2P: torch.Tensor | None = None,
+    reference_2P: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The loss of each pair, (P,), and the rewards of both completions, (2, P), which show the model's preference.
 

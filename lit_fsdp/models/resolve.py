@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import json
 import logging
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -17,6 +16,7 @@ from transformers import AutoConfig, PretrainedConfig
 from lit_fsdp.config.model import ModelConfig
 from lit_fsdp.errors import ConfigError, require
 from lit_fsdp.host import cache_root, make_once
+from lit_fsdp.models.adapter_names import CONFIG_FILE, read_adapter_config
 from lit_fsdp.models.build import build_on_meta, vocabulary_tensors
 from lit_fsdp.models.convert import convert
 from lit_fsdp.models.hub import fetch, reading
@@ -105,8 +105,8 @@ def _find(name: Any, config: ModelConfig, with_weights: bool) -> tuple[Pretraine
         fix = "download its config.json and name that file"
         require(not config.miniature, _FIELD, f"{name} with miniature: true", allowed, fix)
         folder = fetch(name, "model" if with_weights else "config", config.trust_remote_code)
-    if (folder / "adapter_config.json").is_file():
-        base = json.loads((folder / "adapter_config.json").read_bytes()).get("base_model_name_or_path")
+    if (folder / CONFIG_FILE).is_file():
+        base = read_adapter_config(folder).get("base_model_name_or_path")
         fix = (
             f"name its base ({base or 'not recorded'}) and resume from its checkpoint with --ckpt_path (lit-fsdp ckpt"
             " import converts the folder to one); or merge the two: lit-fsdp export --merge of that checkpoint, or"

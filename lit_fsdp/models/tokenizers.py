@@ -76,7 +76,7 @@ def add_special_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]
     return [token for token in tokens if token not in vocabulary]
 
 
-def pad_id(tokenizer: PreTrainedTokenizerBase, num_embeddings: int | None = None) -> int:
+def pad_id(tokenizer: PreTrainedTokenizerBase, num_embeddings: int | None) -> int:
     """The token id for padding; padded positions are neither supervised nor attended to, so any id works."""
     known = (number for number in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if number is not None)
     return next(number for number in known if num_embeddings is None or number < num_embeddings)

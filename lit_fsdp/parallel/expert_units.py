@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import PreTrainedModel
 
 from lit_fsdp.errors import require
+from lit_fsdp.models.adapter_names import is_lora
 from lit_fsdp.models.expert_parallel import ExpertGroup
 from lit_fsdp.models.experts import grouped_experts, prepare_experts
 
@@ -38,7 +39,7 @@ def check_experts(model: nn.Module, degree: int, shards: int, path: str) -> None
     require(not copied, path, text, "1, or adapters on experts", "drop expert_parallel")
     for name, experts in found.items():
         own = dict(experts.named_parameters())
-        others = [n for n, p in own.items() if "lora_" not in n and p.shape[:1] != (experts.num_experts,)]
+        others = [n for n, p in own.items() if not is_lora(n) and p.shape[:1] != (experts.num_experts,)]
         text = f"{given}, whose {name} has {', '.join(others[:1])}, which is not split by expert"
         require(not others, path, text, allowed, "drop expert_parallel")
         chosen = getattr(experts.config, "_experts_implementation", None)

@@ -17,6 +17,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.utils.data import DataLoader
 
 from lit_fsdp.checkpoint.ranks import Ranks
+from lit_fsdp.config.run import STRATEGY
 from lit_fsdp.config.strategy import OTHER_OPTIMIZER, StrategyConfig, check_optimizer
 from lit_fsdp.data.batches import Resumable
 from lit_fsdp.errors import ContractError, require
@@ -136,7 +137,7 @@ class ForeignParts(WatchedSteps):
     @property
     def path(self) -> str:
         """Path of the arguments, for errors."""
-        return "trainer.strategy.init_args" if self.in_recipe else "fsdp_strategy"
+        return STRATEGY if self.in_recipe else "fsdp_strategy"
 
     def process_dataloader(self, dataloader: object) -> object:
         """Give each loader its own generator, so that it does not draw from the global one, which a resume restores."""

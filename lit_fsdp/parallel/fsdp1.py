@@ -90,7 +90,7 @@ class FSDP1Strategy(EngineStrategy, FSDPStrategy):
         assert not isinstance(config.backward_prefetch, int)
         return {
             "device_mesh": self._fsdp1_mesh,
-            "sharding_strategy": self._sharding(config.sharding in ("shard_grad_op", "hybrid_shard_zero2")),
+            "sharding_strategy": self._sharding(config.keeps_gathered),
             "mixed_precision": mixed,
             "cpu_offload": CPUOffload(offload_params=True) if config.cpu_offload else None,
             "backward_prefetch": _PREFETCH[config.backward_prefetch],

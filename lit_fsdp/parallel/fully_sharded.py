@@ -56,7 +56,7 @@ def unit_options(config: StrategyConfig, mesh: DeviceMesh) -> dict[str, Any]:
     if row.compute != row.param or row.reduce != row.param:
         policy = MixedPrecisionPolicy(TORCH_DTYPES[row.compute], TORCH_DTYPES[row.reduce], cast_forward_inputs=True)
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
-    if config.sharding in ("shard_grad_op", "hybrid_shard_zero2"):
+    if config.keeps_gathered:
         options["reshard_after_forward"] = False
     if config.cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=is_accelerator(mesh.device_type))

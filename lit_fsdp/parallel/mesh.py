@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from lit_fsdp.config.strategy import StrategyConfig
+
 REPLICATE, SHARD, CONTEXT = "dp_replicate", "dp_shard", "context"
 
 
@@ -33,6 +35,13 @@ def build_context_mesh(device_type: str, copies: int, shards: int, degree: int, 
     # from one group, torch builds a mesh of one dimension and does not accept its ranks
     given = (groups, device_type, ranks) if ranks.ndim > 1 else (groups[0], device_type)
     return DeviceMesh.from_group(*given, mesh_dim_names=tuple(sizes))
+
+
+def data_ranks(trainer: Any) -> tuple[int, int]:
+    """Return the number of data-parallel ranks, and the index of this one; a context group shares an index."""
+    config = getattr(trainer.strategy, "config", None)
+    degree = config.context_config.degree if isinstance(config, StrategyConfig) else 1
+    return trainer.world_size // degree, trainer.global_rank // degree
 
 
 def _group_along(ranks: torch.Tensor, dim: int, timeout: timedelta) -> dist.ProcessGroup:

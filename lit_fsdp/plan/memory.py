@@ -5,19 +5,20 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from lit_fsdp.audit import CausalLMModule, device_type, settled_strategy, state_per_rank
-from lit_fsdp.config.data import DEFAULT_BATCH, accumulation_steps
+from lit_fsdp.config.data import DEFAULT_BATCH
 from lit_fsdp.config.model import ModelConfig, PreferenceModelConfig
 from lit_fsdp.config.run import STRATEGY, RunConfig
-from lit_fsdp.config.strategy import StrategyConfig, mesh_shape
+from lit_fsdp.config.strategy import StrategyConfig
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.metrics.flops import experts_per_token, flop_formula
 from lit_fsdp.metrics.hardware import Gpu
+from lit_fsdp.models.adapter_names import is_lora
 from lit_fsdp.models.build import build_trainable
 from lit_fsdp.models.expert_parallel import share_sent
 from lit_fsdp.models.experts import grouped_experts
@@ -88,22 +89,18 @@ def _once(function: Callable[..., T]) -> Callable[..., T]:
 @_once
 def rank_memory(run: RunConfig) -> RankMemory:
     """Simulate a step of a checked recipe with a known number of ranks and lit_fsdp's own model and strategy."""
-    assert run.world_size is not None
     strategy, state = settled_strategy(run), _largest_state(run)
-    params = list(_planned(run)[0].parameters())
-    steps = accumulation_steps(run.data, run.data_ranks, run.trainer["accumulate_grad_batches"])
+    steps = run.accumulation_steps()
     step = step_memory(run, state["gradient_bytes"], accumulates=steps > 1)
     row = strategy.precision_config.row
     if steps > 1 and strategy.is_sharded and not strategy.sync_each_micro_batch:
         # full gradients stay on the device until the last micro-batch, in the reduction dtype
-        divided = _expert_params(run) if strategy.expert_parallel > 1 else set()
-        numbers = (p.numel() // (strategy.expert_parallel if p in divided else 1) for p in params if p.requires_grad)
-        waiting = sum(numbers) * TORCH_DTYPES[row.reduce].itemsize
+        trained = sum(number for param, number in _numels(run) if param.requires_grad)
+        waiting = trained * TORCH_DTYPES[row.reduce].itemsize
         step = dataclasses.replace(step, gradients=0, reduced=step.reduced + waiting)
-    largest = max(p.numel() for p in params) * TORCH_DTYPES[row.param].itemsize
+    largest = max(param.numel() for param in _planned(run)[0].parameters()) * TORCH_DTYPES[row.param].itemsize
     if strategy.offloads:  # a shard arrives in its stored dtype, and is cast on the device
-        shards = mesh_shape(strategy, run.num_nodes, run.world_size)[1]
-        step = dataclasses.replace(step, gathered=step.gathered + largest // shards)
+        step = dataclasses.replace(step, gathered=step.gathered + largest // run.mesh_shape()[1])
     return RankMemory(
         parameters=state["parameter_bytes"] + state.get("quantization_bytes", 0),
         gradients=state["gradient_bytes"],
@@ -124,7 +121,7 @@ def host_memory(run: RunConfig) -> dict[str, int]:
     on_cpu = device_type(run) == "cpu"
     assert run.world_size is not None
     strategy, state, ranks = settled_strategy(run), _largest_state(run), run.world_size // run.num_nodes
-    copies, shards = mesh_shape(strategy, run.num_nodes, run.world_size)
+    copies, shards = run.mesh_shape()
     # checkpoints do not include a frozen base
     saved = state["gradient_bytes" if run.model.lora else "parameter_bytes"] + state["optimizer_bytes"]
     staged = saved * shards if strategy.state_dict == "full" else saved * ranks // copies
@@ -144,12 +141,9 @@ def least_bytes(run: RunConfig) -> int:
     strategy = settled_strategy(run)
     if strategy.offloads:
         return 0
-    stays = strategy.is_sharded and strategy.sharding in ("shard_grad_op", "hybrid_shard_zero2")
     size = TORCH_DTYPES[strategy.precision_config.row.compute].itemsize
-    divided = _expert_params(run) if strategy.expert_parallel > 1 else set()
-    params = _planned(run)[0].parameters()
-    gathered = sum(p.numel() // (strategy.expert_parallel if p in divided else 1) for p in params)
-    return _state_of(_largest_state(run)) + stays * size * gathered
+    gathered = sum(number for _, number in _numels(run))
+    return _state_of(_largest_state(run)) + strategy.keeps_gathered * size * gathered
 
 
 def zero_table(run: RunConfig) -> dict[str, int]:
@@ -168,13 +162,11 @@ def zero_table(run: RunConfig) -> dict[str, int]:
 
 def _largest_state(run: RunConfig) -> dict[str, int]:
     """Return the state of the largest rank."""
-    assert run.world_size is not None
     strategy = settled_strategy(run)
     module, plan = _planned(run)
     kept = state_bytes(run.model.optim, module.model, TORCH_DTYPES[strategy.precision_config.row.param].itemsize)[0]
-    shards = mesh_shape(strategy, run.num_nodes, run.world_size, STRATEGY)[1]
     pins = strategy.offloads and device_type(run) != "cpu"
-    return max(state_per_rank(module, plan, strategy, shards, kept, pins), key=_state_of)
+    return max(state_per_rank(module, plan, strategy, run.mesh_shape()[1], kept, pins), key=_state_of)
 
 
 def _planned(run: RunConfig) -> tuple[Any, UnitPlan]:
@@ -184,8 +176,7 @@ def _planned(run: RunConfig) -> tuple[Any, UnitPlan]:
     alike = StrategyConfig(**{name: getattr(given, name) for name in names})
     module, plan = _model_and_units(dataclasses.replace(run.model, attn_implementation=None), alike)
     if (degree := given.expert_parallel) > 1:
-        shards = mesh_shape(given, run.num_nodes, run.world_size or 1, STRATEGY)[1]
-        check_experts(module, degree, shards, f"{STRATEGY}.expert_parallel")
+        check_experts(module, degree, run.mesh_shape()[1], f"{STRATEGY}.expert_parallel")
     return module, plan
 
 
@@ -245,21 +236,19 @@ def step_time(run: RunConfig, gpu: Gpu | None) -> dict[str, float] | None:
         return None
     if gpu is None or peak is None:
         return None
-    global_rows = run.data.global_batch_size or DEFAULT_BATCH
-    tokens = float(global_rows * (1 + isinstance(run.model, PreferenceModelConfig)) * run.data.max_seq_length)
+    tokens, forwards, reductions = _of_a_step(run)
     counts = {"tokens": tokens, "supervised_tokens": tokens, "squared_tokens": tokens * run.data.max_seq_length}
     words = dict.fromkeys(formula.blocks, "full" if strategy.activation_config.mode == "full" else "no")
     operations = formula.train_flops(counts) + (formula.recomputed_flops(counts, words) or 0.0)
     compute = operations / world / (peak * 1e12 * PEAK_SHARE)
-    forwards = global_rows // (run.data.micro_batch_size * run.data_ranks)
-    reductions = forwards if strategy.sync_each_micro_batch else 1
     rank_bytes, node_bytes, traveling = _sent(run, forwards, reductions, tokens / world)
     communication = max(rank_bytes / (gpu.link_gb_per_second * 1e9), node_bytes / (NETWORK_GB_PER_SECOND * 1e9))
-    is_inside = strategy.context_config.degree <= world // run.num_nodes  # the group is in a node
-    rate = gpu.link_gb_per_second if is_inside else NETWORK_GB_PER_SECOND
-    exchanges = _exchanged_bytes(run, model, tokens / world, TORCH_DTYPES[row.compute].itemsize) / (rate * 1e9)
-    is_inside = strategy.expert_parallel <= world // run.num_nodes
-    exchanges += traveling / ((gpu.link_gb_per_second if is_inside else NETWORK_GB_PER_SECOND) * 1e9)
+
+    def rate(degree: int) -> float:  # of a group, in a node or across nodes
+        return (gpu.link_gb_per_second if degree <= world // run.num_nodes else NETWORK_GB_PER_SECOND) * 1e9
+
+    exchanged = _exchanged_bytes(run, model, tokens / world, TORCH_DTYPES[row.compute].itemsize)
+    exchanges = exchanged / rate(strategy.context_config.degree) + traveling / rate(strategy.expert_parallel)
     copies = host = waits = 0.0
     if strategy.activation_config.offload_activations:  # to the host and back, in the stream that computes
         waits = 2 * forwards * rank_memory(run).step.host / (gpu.host_gb_per_second * 1e9)
@@ -280,10 +269,26 @@ def step_time(run: RunConfig, gpu: Gpu | None) -> dict[str, float] | None:
     return {**found, "tokens_per_second": tokens / (compute + exposed + host)}
 
 
+def _of_a_step(run: RunConfig) -> tuple[float, int, int]:
+    """Return the tokens of an optimizer step on all ranks, and the forward passes and gradient reductions of a rank."""
+    rows = run.data.global_batch_size or DEFAULT_BATCH
+    forwards = rows // (run.data.micro_batch_size * run.data_ranks)
+    tokens = float(rows * (1 + isinstance(run.model, PreferenceModelConfig)) * run.data.max_seq_length)
+    return tokens, forwards, forwards if run.strategy.sync_each_micro_batch else 1
+
+
+def _numels(run: RunConfig) -> Iterator[tuple[Any, int]]:
+    """Yield each parameter, and the number of its elements that a rank gathers: of experts only those of the rank."""
+    degree = run.strategy.expert_parallel
+    divided = _expert_params(run) if degree > 1 else set()
+    for param in _planned(run)[0].parameters():
+        yield param, param.numel() // (degree if param in divided else 1)
+
+
 def _expert_params(run: RunConfig) -> set[Any]:
     """Return expert weights that can be divided over ranks, without adapters, which are not divided."""
     experts = grouped_experts(_planned(run)[0].model).values()
-    return {p for module in experts for name, p in module.named_parameters() if "lora_" not in name}
+    return {p for module in experts for name, p in module.named_parameters() if not is_lora(name)}
 
 
 def expert_degree(run: RunConfig) -> int:
@@ -292,7 +297,7 @@ def expert_degree(run: RunConfig) -> int:
     for degree in range(world // run.num_nodes, 1, -1) if grouped_experts(model) else ():
         try:
             divided = dataclasses.replace(strategy, engine="fsdp2", expert_parallel=degree)
-            check_experts(model, degree, mesh_shape(divided, run.num_nodes, world)[1], STRATEGY)
+            check_experts(model, degree, dataclasses.replace(run, strategy=divided).mesh_shape()[1], STRATEGY)
         except ConfigError:
             continue
         return degree
@@ -313,14 +318,11 @@ def expert_bytes(run: RunConfig) -> dict[str, float] | None:
         or not experts_per_token(_planned(run)[0].model.config.get_text_config())
     ):
         return None
-    rows = run.data.global_batch_size or DEFAULT_BATCH
-    forwards = rows // (run.data.micro_batch_size * run.data_ranks)
-    tokens = rows * (1 + isinstance(run.model, PreferenceModelConfig)) * run.data.max_seq_length / (run.world_size or 1)
-    reductions = forwards if run.strategy.sync_each_micro_batch else 1
+    tokens, forwards, reductions = _of_a_step(run)
     sent = {}
     for name, n in (("weights", 1), ("tokens", degree)):
         other = dataclasses.replace(run, strategy=dataclasses.replace(run.strategy, expert_parallel=n))
-        rank_bytes, _, traveling = _sent(other, forwards, reductions, tokens, experts_only=True)
+        rank_bytes, _, traveling = _sent(other, forwards, reductions, tokens / (run.world_size or 1), experts_only=True)
         sent[name] = rank_bytes + traveling
     return {"degree": degree, **sent}
 
@@ -337,7 +339,7 @@ def _sent(
     row, degree = strategy.precision_config.row, strategy.expert_parallel
     size, reduce_size = TORCH_DTYPES[row.compute].itemsize, TORCH_DTYPES[row.reduce].itemsize
     gathers = forwards * (_GATHERS[strategy.sharding] if strategy.is_sharded else 0)
-    copies, shards = mesh_shape(strategy, run.num_nodes, run.world_size)
+    copies, shards = run.mesh_shape()
     experts = _expert_params(run) if degree > 1 or experts_only else set()
     rank_bytes = node_bytes = 0.0
     for is_of_experts, n in ((False, 1), (True, degree)):
@@ -352,11 +354,15 @@ def _sent(
     if degree == 1:
         return rank_bytes, node_bytes, 0.0
     config = model.config.get_text_config()
-    passes = 2 + (strategy.activation_config.mode in ("full", "every_n", "memory_budget"))
     active = experts_per_token(config)
     shares = sum(share_sent(module.num_experts, degree, active) for module in grouped_experts(model).values())
     rows = tokens * (degree - 1) * shares
-    return rank_bytes, node_bytes, passes * 2 * rows * config.hidden_size * size
+    return rank_bytes, node_bytes, _passes(strategy) * 2 * rows * config.hidden_size * size
+
+
+def _passes(strategy: StrategyConfig) -> int:
+    """Return how often a block runs per micro-batch: forward, backward, and once more if it is recomputed."""
+    return 2 + (strategy.activation_config.mode in ("full", "every_n", "memory_budget"))
 
 
 def _exchanged_bytes(run: RunConfig, model: Any, tokens: float, size: int) -> float:
@@ -371,11 +377,10 @@ def _exchanged_bytes(run: RunConfig, model: Any, tokens: float, size: int) -> fl
         return 0.0
     heads, groups = config.num_attention_heads, getattr(config, "num_key_value_heads", config.num_attention_heads)
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
-    passes = 2 + (strategy.activation_config.mode in ("full", "every_n", "memory_budget"))
     numbers = 2 * groups * (degree - 1)
     if context_method(model, strategy.context_config, f"{STRATEGY}.context_parallel") == "ulysses":
         numbers = 2 * (heads + math.lcm(groups, degree)) * (degree - 1) / degree
-    return passes * tokens * width * size * config.num_hidden_layers * numbers
+    return _passes(strategy) * tokens * width * size * config.num_hidden_layers * numbers
 
 
 def compared_memory(run: RunConfig, folder: Path) -> str:

@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from lit_fsdp.audit import CausalLMModule, device_type, pinned_excess, settled_strategy
 from lit_fsdp.config.model import PreferenceModelConfig
 from lit_fsdp.config.run import STRATEGY, RunConfig
-from lit_fsdp.config.strategy import StrategyConfig, mesh_shape
+from lit_fsdp.config.strategy import StrategyConfig
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.metrics.hardware import is_accelerator
 from lit_fsdp.models.attention import BY_SAMPLE
@@ -232,7 +232,7 @@ def _simulate(hf_config: Any, run: RunConfig, strategy: StrategyConfig) -> _Watc
     prepare_blocks(blocks, strategy.activation_config)
     loss_plan = plan_loss(model, run.model.loss)
     holder.forward = lambda batch: causal_lm_forward(model, batch, loss_plan).loss_sum
-    shape = mesh_shape(strategy, run.num_nodes, run.world_size or 1)
+    shape = run.mesh_shape()
     names = ("replicate", "shard") if shape[0] > 1 else ("shard",)
     mesh = init_device_mesh("cpu", shape[-len(names) :], mesh_dim_names=names)
     expert_mesh = None

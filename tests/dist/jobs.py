@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, IterableDataset
 
 from lit_fsdp import CausalLMModule, Checkpoint, EMAWeights, fsdp_strategy
-from lit_fsdp.datamodule import data_ranks
+from lit_fsdp.parallel.mesh import data_ranks
 from tests.dist.reference import LEARNING_RATE, ROWS, global_batch
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)

@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from lit_fsdp.__main__ import main
 from lit_fsdp.config.model import LoraConfig, ModelConfig
 from lit_fsdp.errors import ConfigError
+from lit_fsdp.models.adapter_names import base_name
 from lit_fsdp.models.base import BaseWeights, describe_base, find_base
 from lit_fsdp.models.generate import Chat, answer_batch
-from lit_fsdp.models.lora import base_name
 from lit_fsdp.models.resolve import resolve_model
 from lit_fsdp.models.tokenizers import miniature_tokenizer
 from tests.unit.models.conftest import to_mxfp4

@@ -16,8 +16,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from lit_fsdp.config.model import LoraConfig
 from lit_fsdp.config.sections import build
 from lit_fsdp.errors import ConfigError
+from lit_fsdp.models.adapter_names import base_name
 from lit_fsdp.models.build import build_on_meta, freeze_parameters
-from lit_fsdp.models.lora import LoraWeights, apply_lora, apply_saved_lora, base_name, check_saved_lora
+from lit_fsdp.models.lora import LoraWeights, apply_lora, apply_saved_lora, check_saved_lora
 from lit_fsdp.models.quantize import apply_nf4
 from lit_fsdp.models.special_layers import bypassed_layers
 from lit_fsdp.parallel.units import quantized_layers
