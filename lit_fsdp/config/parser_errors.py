@@ -50,7 +50,7 @@ def parser_error(message: str, known: Iterable[str]) -> ConfigError:
     """Convert an error message of jsonargparse to ours, with the full path and the nearest key or value."""
     dests = [dest.replace("-", "_") for dest in known if not dest.endswith("help")]
     every = {".".join(dest.split(".")[: i + 1]) for dest in dests for i in range(dest.count(".") + 1)}
-    lone = re.search(r"argument --([\w.]+): expected one argument", message)
+    lone = re.search(r"argument --([\w.]+)(?:/--[\w.]+\+)?: expected one argument", message)
     if lone:
         has_keys = any(dest.startswith(f"{lone[1]}.") for dest in dests)
         fix = section_fix(lone[1]) if has_keys else f"--{lone[1]} VALUE"

@@ -204,6 +204,7 @@ def test_flags_with_mappings_and_keys_below_them(load: Any) -> None:
     for text in ("{% if a %}", "a: b: c", "😀"):
         assert load(f"--model.config_overrides.x={text}").run.model.config_overrides == {"x": text}
     assert refused(load, "--model.config_overrides.x", "--trainer.max_steps=5").given == "no value"
+    assert refused(load, "--data.train", "--trainer.max_steps=5").fix == "write --data.train VALUE"  # also appends
     assert load("--model.lora.quantize=null", more=more).run.model.lora.quantize is None
     optim = load('--model.optim={"class_path": "torch.optim.SGD", "init_args": {"momentum": 0.9}}').run.model.optim
     assert (optim.optimizer, optim.optimizer_args) == ("torch.optim.SGD", {"momentum": 0.9})
