@@ -141,6 +141,7 @@ def _run(request: dict[str, Any], files: list[int], folder: Path, jobs: dict[str
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["env"])
+    sys.executable = str(folder / "python")  # what this program starts is forked, too
     signal.pthread_sigmask(signal.SIG_SETMASK, request["mask"])
     try:
         if "job" in request:
@@ -178,7 +179,7 @@ def _run_job(job: Callable[..., Any], request: dict[str, Any]) -> Any:
 
 def _run_words(words: list[str], cwd: str, folder: Path) -> None:
     os.setsid()
-    sys.executable, sys.orig_argv = str(folder / "python"), ["python", *words]
+    sys.orig_argv = ["python", *words]
     is_module = words[0] == "-m"
     sys.argv = words[1:] if is_module else words
     sys.path[:0] = [cwd if is_module else str(Path(words[0]).resolve().parent)]
