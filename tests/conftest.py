@@ -28,10 +28,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 ROOT = Path(__file__).parents[1]
 _MARKS = {"gpu": pytest.mark.gpu, **dict.fromkeys(("dist", "faults", "slurm", "spec"), pytest.mark.dist)}
 
-# With `-n 2` two processes share the tests: whole folders that have one disk or one cluster for all their tests, and
+# With `-n 2` two processes share the tests: whole folders that have one disk, cluster or run for all their tests, and
 # of the others file after file. What takes longest is begun first.
-_TOGETHER = ("tests/faults/", "tests/slurm/")
-_ORDER = (*_TOGETHER, "tests/spec/", "tests/dist/", "tests/configs/")
+_TOGETHER = ("tests/faults/", "tests/slurm/", "tests/spec/")
+_ORDER = (*_TOGETHER, "tests/dist/", "tests/configs/")
 
 
 def _leave_out_long_ones(config: pytest.Config, items: list[pytest.Item]) -> None:

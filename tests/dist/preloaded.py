@@ -14,6 +14,7 @@ import functools
 import gc
 import importlib
 import json
+import logging
 import os
 import random
 import runpy
@@ -40,6 +41,7 @@ def main(folder: Path, listening: socket.socket) -> None:
     for path in (path for folder in folders for path in sorted(folder.glob("*jobs.py"))):
         jobs = {**vars(importlib.import_module(f"tests.{path.parent.name}.{path.stem}")), **jobs}
     _build_parsers()
+    _fit_without_others(folder)
     selector = selectors.DefaultSelector()
     selector.register(listening, selectors.EVENT_READ)
     programs: dict[Any, int] = {}
@@ -89,9 +91,13 @@ def _build_parsers() -> None:
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
     from lit_fsdp import CausalLMDataModule, CausalLMModule, Checkpoint, fsdp_strategy
-    from lit_fsdp.config.parser import recipe_parser
+    from lit_fsdp.config.parser import load_recipe, recipe_parser
+    from lit_fsdp.metrics.hardware import gpus
+    from tests.dist.forks import SMOKE
 
     recipe_parser()
+    load_recipe(SMOKE, "fit")
+    gpus()
     CausalLMModule(name="a-model")
     CausalLMDataModule(train="rows.jsonl")
     Checkpoint()
@@ -99,6 +105,56 @@ def _build_parsers() -> None:
     get_checkpoint_conversion_mapping("llama")
     registry.entry_points = functools.cache(registry.entry_points)
     registry.entry_points(group="lightning.pytorch.callbacks_factory")
+
+
+def _fit_without_others(folder: Path) -> None:
+    """A step of each engine in one process that stands for two, for which every rank would need a tenth of a second.
+
+    It has no backward pass, as autograd's threads do not survive a fork, and torch's fake group, which has no threads.
+    """
+    import torch
+    import torch.distributed as dist
+    from lightning.pytorch import Trainer
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from lit_fsdp import CausalLMModule, fsdp_strategy
+    from lit_fsdp.host import say_once
+    from tests.dist.jobs import TinyData
+    from tests.dist.reference import TINY
+
+    class ForwardOnly(CausalLMModule):
+        def training_step(self, *args: Any) -> torch.Tensor:
+            with torch.no_grad():
+                return super().training_step(*args)
+
+        def backward(self, *args: Any) -> None:
+            """See above."""
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            self.trainer.strategy.reshard()  # type: ignore[attr-defined]
+            for param in self.parameters():
+                param.grad = torch.zeros_like(param)
+
+    env, quiet = dict(os.environ), {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    random_state = torch.get_rng_state(), random.getstate()
+    TINY.save_pretrained(folder / "tiny")
+    logging.disable()
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", NODE_RANK="0")
+    for engine in ("fsdp2", "fsdp1"):
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+        module = ForwardOnly(name=str(folder / "tiny" / "config.json"), optim={"lr": 1e-3})
+        options: dict[str, Any] = {"accelerator": "cpu", "devices": 2, "max_steps": 1, "enable_checkpointing": False}
+        trainer = Trainer(strategy=fsdp_strategy(engine=engine), use_distributed_sampler=False, **options, **quiet)
+        trainer.fit(module, datamodule=TinyData())
+        dist.destroy_process_group()
+    _clear_sharding_prop_cache()  # which holds groups
+    say_once.cache_clear()
+    logging.disable(logging.NOTSET)
+    torch.set_rng_state(random_state[0])
+    random.setstate(random_state[1])
+    os.environ.clear()
+    os.environ.update(env)
 
 
 def _receive(client: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
@@ -141,6 +197,7 @@ def _run(request: dict[str, Any], files: list[int], folder: Path, jobs: dict[str
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["env"])
+    sys.executable = str(folder / "python")  # what this program starts is forked, too
     signal.pthread_sigmask(signal.SIG_SETMASK, request["mask"])
     try:
         if "job" in request:
@@ -178,7 +235,7 @@ def _run_job(job: Callable[..., Any], request: dict[str, Any]) -> Any:
 
 def _run_words(words: list[str], cwd: str, folder: Path) -> None:
     os.setsid()
-    sys.executable, sys.orig_argv = str(folder / "python"), ["python", *words]
+    sys.orig_argv = ["python", *words]
     is_module = words[0] == "-m"
     sys.argv = words[1:] if is_module else words
     sys.path[:0] = [cwd if is_module else str(Path(words[0]).resolve().parent)]

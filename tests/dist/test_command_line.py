@@ -270,14 +270,14 @@ class Killed(Callback):
 
 def test_the_rank_that_was_killed_is_named_and_how_to_resume(tmp_path: Path) -> None:
     (tmp_path / "killed.py").write_text(_KILLED)
-    done = lit_fsdp("fit", *SMOKE, "--allow-imports", "killed", "--trainer.callbacks+=killed.Killed", cwd=tmp_path)
+    words = ["fit", *SMOKE, "--allow-imports", "killed", "--trainer.callbacks+=killed.Killed"]
+    done = lit_fsdp(*words, cwd=tmp_path, python=server().python)  # which starts rank 1
     assert done.returncode == 76, done.stderr
     assert "Traceback" not in done.stderr
     lost = done.stderr.partition("error: ")[2]
     assert re.match(r"(Connection|Broken)[a-z ]+: rank 0 \(", lost)
     assert "rank 1 was ended by SIGKILL: the host may have run out of memory (see dmesg)" in lost
     assert "resume with --ckpt_path last" in lost
-    words = ["fit", *SMOKE, "--allow-imports", "killed", "--trainer.callbacks+=killed.Killed"]
     first, killed = command(2, [*words, "--trainer.default_root_dir=again"], tmp_path)  # started by others
     assert (first.code, killed.code) == (76, -9)
     assert first.err.rstrip().endswith("\nresume with --ckpt_path last")
