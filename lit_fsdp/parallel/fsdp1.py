@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch.strategies import FSDPStrategy
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -21,6 +22,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp._runtime_utils import _reshard
 from torch.distributed.fsdp.wrap import CustomPolicy, enable_wrap
+from torch.utils._pytree import tree_map_only
 
 from lit_fsdp.metrics.hardware import is_accelerator
 from lit_fsdp.parallel.base import EngineStrategy
@@ -135,11 +137,14 @@ class FSDP1Strategy(EngineStrategy, FSDPStrategy):
         alone = [p for p, here, _ in found if not here]
         unused = [p for p, here, has in found if here and not has and any(has_state)]
         like: Any = next((own.state[p] for p in params if p in own.state and p.dim()), {})
+        buffers = [key for key, value in like.items() if torch.is_tensor(value) and value.dim()]
+        others = {key: value for key, value in like.items() if key not in buffers}
+        if unused:  # a rank may have parts of unused parameters only
+            every: list[Any] = [None] * self.world_size
+            dist.all_gather_object(every, (buffers, tree_map_only(torch.Tensor, torch.Tensor.cpu, others)))
+            buffers, others = (buffers, others) if like else next((one for one in every if any(one)), every[0])
         for param in unused:
-            own.state[param] = {
-                key: torch.zeros_like(param) if torch.is_tensor(value) and value.dim() else value
-                for key, value in like.items()
-            }
+            own.state[param] = {**{key: torch.zeros_like(param) for key in buffers}, **others}
         try:
             for param in alone:
                 param.requires_grad_(False)

@@ -143,6 +143,17 @@ class Bare(Conv):
         return torch.optim.SGD(self.parameters(), lr=0.5)
 
 
+class LastUnused(Bare):
+    """A layer without gradients so large that FSDP1's second rank has parts of nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.never = nn.Linear(64, 64)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
 class Looks(ForeignNetWithValidation):
     """Calls itself between the backward pass and the step, and multiplies by a matrix of its own."""
 

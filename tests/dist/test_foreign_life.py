@@ -134,7 +134,7 @@ def test_what_is_refused() -> None:
         assert "load_weights" in text
 
 
-@pytest.mark.parametrize("module", ["Sgd", "Unused", "Chosen", "Averaged"])
+@pytest.mark.parametrize("module", ["Sgd", "Unused", "LastUnused", "Chosen", "Averaged"])
 def test_a_resume_has_the_learning_rates_and_weights_of_one_run(tmp_path: Path, module: str) -> None:
     """SGD without momentum has no tensors of state; parameters that were never used have none under AdamW."""
     wanted = on_ranks("resumed", 1, module=module, strategy=None, folder=tmp_path / "plain")[0]
