@@ -10,7 +10,9 @@ from typing import Any
 import peft
 import pytest
 import torch
+import transformers
 import yaml
+from packaging.version import Version
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig
 
@@ -102,6 +104,9 @@ def test_damage_and_checkpoints_of_other_modules_are_refused(tmp_path: Path) -> 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "checkpoints"]
 
 
+@pytest.mark.skipif(
+    Version(transformers.__version__) < Version("5.4"), reason="leaves the tied head of such code on meta"
+)
 def test_a_model_with_code_of_its_own_is_exported_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also what that code imports; it is run for a comparison only where that is said."""
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from packaging.version import Version
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -115,9 +114,7 @@ def test_activations_move_and_parameters_stay(monkeypatch: pytest.MonkeyPatch):
     moved.clear()
     prepare_blocks(net.blocks, ActivationConfig(**MODES["selective_offload"][0]))
     step(net)
-    # the linear layers' outputs, which older releases keep on the device
-    kept = 2 * BLOCKS if Version(torch.__version__).release >= (2, 15) else 0
-    assert moved.count((ROWS * TOKENS, WIDTH)) == kept
+    assert moved.count((ROWS * TOKENS, WIDTH)) == 2 * BLOCKS  # the linear layers' outputs
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # torch about itself
