@@ -226,7 +226,7 @@ DBRX = {"d_model": 64, "n_layers": 1, "n_heads": 4, "attn_config": {"kv_n_heads"
 def test_routers_and_layers_whose_weight_code_uses_get_no_adapter_and_stay_whole(tiny, caplog):
     """A wrapper or packed weight around them would do something else than the model."""
     jamba = inspect.getsource(modeling_jamba)  # releases before call the layer
-    time_step = {"mamba.dt_proj"} if " = self.dt_proj.weight @ time_step" in jamba else set()
+    time_step = {"mamba.dt_proj"} if "  time_step = self.dt_proj.weight @" in jamba else set()
     shared = {f"shared_mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")}  # peft mistakes them for experts
     for config, special in (
         (AutoConfig.for_model("hunyuan_v1_moe", **HUNYUAN), {"mlp.gate.wg", *shared}),
