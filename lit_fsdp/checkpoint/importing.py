@@ -210,16 +210,20 @@ def _accelerate_folder(folder: Path) -> Source:
     else:
         path = disk.inside(folder, file.name)
         weights = _plain_state(read_torch(path), path) if file.suffix == ".bin" else read_safetensors(path)
-    step, moments = None, {}
-    if _TRAINER_STATE in there:
-        step = read_json(disk.inside(folder, _TRAINER_STATE)).get("global_step")
+    moments: Mapping[Any, Mapping[str, torch.Tensor]] = {}
     optimizer = next((disk.inside(folder, name) for name in _OPTIMIZER_FILES if name in there), None)
     if _SHARDED_OPTIMIZER in there:
         found = read_dcp(folder / _SHARDED_OPTIMIZER, lambda key: key[:2] == ("optimizer", "state"))
         moments = _by_parameter({key[2:]: tensor for key, tensor in found.items()})
     elif optimizer is not None:
         moments = _named_state(read_torch(optimizer), optimizer)
-    return Source(folder, weights, moments, step)
+    return Source(folder, weights, moments, trainer_step(folder))
+
+
+def trainer_step(folder: Path) -> int | None:
+    """Completed steps of a checkpoint of the Trainer; None for other folders."""
+    is_there = (folder / _TRAINER_STATE).is_file()
+    return read_json(disk.inside(folder, _TRAINER_STATE)).get("global_step") if is_there else None
 
 
 def _named_state(state: Any, path: Path) -> dict[Any, dict[str, torch.Tensor]]:

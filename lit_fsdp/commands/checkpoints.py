@@ -134,9 +134,9 @@ def _import(argv: Sequence[str]) -> int:
 
 
 def _import_adapter(options: argparse.Namespace) -> str:
-    """Write peft's adapter in the source folder as a checkpoint at step 0, with the model as its base."""
+    """Write peft's adapter in the source folder as a checkpoint without optimizer state, with the model as its base."""
     from lit_fsdp.checkpoint.export import adapter_sources
-    from lit_fsdp.checkpoint.importing import Source, import_checkpoint, read_safetensors
+    from lit_fsdp.checkpoint.importing import Source, import_checkpoint, read_safetensors, trainer_step
     from lit_fsdp.config.model import LoraConfig
     from lit_fsdp.models.base import describe_base
     from lit_fsdp.models.export_files import model_entry
@@ -154,7 +154,9 @@ def _import_adapter(options: argparse.Namespace) -> str:
     apply_saved_lora(built, settings)
     shapes = {name: tuple(tensor.shape) for name, tensor in built.state_dict().items() if is_adapter(name)}
     names = adapter_sources({name: name for name in shapes}, ())
-    source = Source(folder, {names.get(name, name): tensor for name, tensor in stored.items()})
+    source = Source(
+        folder, {names.get(name, name): tensor for name, tensor in stored.items()}, step=trainer_step(folder)
+    )
     base = describe_base(module.source, dataclasses.replace(module.config, lora=LoraConfig()), 0)
     entry = model_entry(module.source, {}, settings, (), base)
     files = module.checkpoint_files()

@@ -108,6 +108,9 @@ def prepare_rows(sources: Sources, config: DataConfig, encoder: RowEncoder) -> T
         (folder / "meta.json").write_text(json.dumps(meta, indent=1), encoding="utf-8")
 
     rows = open_rows(make_once(root / "data" / fingerprint, make, f"tokenizing {name}"))
+    for made, source in zip(rows.meta["sources"], found, strict=True):  # the same rows may have another name by now
+        refused = [line.replace(f"{made['name']}:", f"{source.name}:", 1) for line in rows.meta["refused"]]
+        rows.meta["refused"], made["name"] = refused, source.name
     say_dropped(rows.meta["refused"])
     return rows
 

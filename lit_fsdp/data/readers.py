@@ -22,6 +22,7 @@ from typing import Any
 
 from lit_fsdp.config.data import GENERATED
 from lit_fsdp.errors import DataError
+from lit_fsdp.host import is_first_process, say_once
 
 Row = tuple[str, dict[str, Any] | DataError]
 """Location (``rows.jsonl:12``), and columns or the error."""
@@ -35,7 +36,8 @@ _TABLES = {".parquet": "parquet", ".arrow": "arrow"}
 _SEPARATORS = {".csv": ",;\t", ".tsv": "\t"}
 """Separators in the order in which they are tried: Excel writes the list separator of the user's region."""
 _NOT_SUPPORTED = (".bz2", ".xz", ".zst", ".zip")
-_TO_UTF8 = "\n  fix:     convert the file to UTF-8, for example with iconv -f WINDOWS-1252 -t UTF-8"
+_OF_DATASETS = ("dataset_info.json", "dataset_infos.json", "state.json")
+"""Files with metadata of a data set."""
 KINDS = (".jsonl", ".ndjson", ".json", ".txt", *_TABLES, *_SEPARATORS)
 """File extensions of row files; the extension ``.gz`` may follow."""
 
@@ -95,10 +97,27 @@ def files_of_split(folder: str, split: str) -> list[str]:
             found = datasets.load_from_disk(folder).cache_files
         else:
             found = datasets.load_dataset_builder(folder).config.data_files or {}
+            _say_unread(folder, found)
     splits = {str(name): files for name, files in found.items()} if isinstance(found, dict) else {"train": found}
     if split not in splits:
         raise DataError(f"{folder}: no split {split!r}\n  allowed: {', '.join(splits)} (write folder:split)")
     return [file if isinstance(file, str) else file["filename"] for file in splits[split]]
+
+
+def _say_unread(folder: str, found: dict[str, list[str]]) -> None:
+    """Warn about row files that ``datasets`` leaves out: it reads those of the most frequent kind."""
+    readme = Path(folder, "README.md")
+    if readme.is_file() and re.search("^configs:", readme.read_text(encoding="utf-8", errors="replace"), re.M):
+        return  # which lists the files
+    read = {Path(file).resolve() for files in found.values() for file in files}
+    kinds = (*_TABLES, *_SEPARATORS, ".jsonl", ".ndjson", ".json")
+    there = (file for file in Path(folder).rglob("*") if kind_of(str(file)) in kinds and file.resolve() not in read)
+    others = sorted(str(file.relative_to(folder)) for file in there if file.name not in _OF_DATASETS)
+    names = [name for name in others if not re.search(r"(^|/)(\.|__)", name)]  # hidden
+    if names and is_first_process():
+        shown = ", ".join([*names[:5], *["…"] * (len(names) > 5)])
+        text = f"{folder}: files that are not read, because datasets reads one kind of file in a folder: {shown}"
+        say_once(f"{text}\n  fix:     list the sources: data.train: [{folder}, {folder}/{names[0]}]")
 
 
 def hub_shards(hub: dict[str, Any], streaming: bool) -> list[Any]:
@@ -137,8 +156,14 @@ def naming(name: str) -> Iterator[None]:
         while cause.__cause__ is not None:
             cause = cause.__cause__
         why = " ".join(str(cause).split())[:300]
-        fix = _TO_UTF8 if isinstance(cause, UnicodeDecodeError) else ""
+        fix = _to_utf8(cause) if isinstance(cause, UnicodeDecodeError) else ""
         raise DataError(f"{name}: cannot be read ({type(cause).__name__}: {why}){fix}") from error
+
+
+def _to_utf8(error: UnicodeDecodeError) -> str:
+    """The fix for text in another encoding, which its first bytes may name."""
+    encoding = "UTF-16" if error.object.startswith((b"\xff\xfe", b"\xfe\xff")) else "WINDOWS-1252"
+    return f"\n  fix:     convert the file to UTF-8, for example with iconv -f {encoding} -t UTF-8"
 
 
 @contextmanager
@@ -174,25 +199,28 @@ def _document(path: str) -> list[Any]:
 def _records(path: str, separators: str) -> Iterator[RawRow]:
     """Yield rows of text, each with the line where it ends: "007" and "NA" stay unchanged.
 
-    The first separator by which the header has several columns applies, or else the first one.
+    The first separator by which the header has several columns applies, or else the first one. Excel may name it in a
+    line before the header (``sep=;``).
     """
     csv.field_size_limit(2**31 - 1)  # cells may be whole documents
     with _opened(path) as file, io.TextIOWrapper(file, "utf-8-sig", newline="") as text:
-        head = [text.readline()]
+        first = text.readline()
+        named = re.fullmatch(r"sep=(.)\s*", first)
+        head = [text.readline() if named else first]
         used = (one for one in separators if len(next(csv.reader(head, delimiter=one), [])) > 1)
-        records = csv.reader(chain(head, text), delimiter=next(used, separators[0]), strict=True)
+        records = csv.reader(chain(head, text), delimiter=named[1] if named else next(used, separators[0]), strict=True)
         names = next(records, [])
         if len(set(names)) < len(names):
             fix = "give each column its own name"
             raise DataError(f"{path}: duplicate column names in {', '.join(names)}\n  fix:     {fix}")
         try:
             for cells in filter(None, records):  # skips empty lines
-                location = f"{path}:{records.line_num}"
+                location = f"{path}:{records.line_num + bool(named)}"
                 problem = f"{location}: {len(cells)} cells for the {len(names)} columns {', '.join(names)}"
                 is_whole = len(cells) == len(names)
                 yield location, dict(zip(names, cells, strict=True)) if is_whole else DataError(problem)
         except csv.Error as error:
-            raise DataError(f"{path}:{records.line_num}: not CSV ({error})") from error
+            raise DataError(f"{path}:{records.line_num + bool(named)}: not CSV ({error})") from error
 
 
 def from_json(content: bytes, location: str, is_text: bool = False) -> Any:
@@ -201,7 +229,7 @@ def from_json(content: bytes, location: str, is_text: bool = False) -> Any:
         text = content.removeprefix(_BOM).decode("utf-8")
         return {"text": text.rstrip("\r\n")} if is_text else json.loads(text)
     except UnicodeDecodeError as error:
-        return DataError(f"{location}: not UTF-8 at byte {error.start}{_TO_UTF8}")
+        return DataError(f"{location}: not UTF-8 at byte {error.start}{_to_utf8(error)}")
     except (ValueError, RecursionError) as error:
         shown = content[:60].decode("utf-8", "replace").rstrip()
         why = re.sub(r"line 1 (column \d+) \(char \d+\)", r"\1", str(error))

@@ -120,6 +120,9 @@ def test_runs_go_on_and_are_exported_under_the_names_of_the_hub(tmp_path: Path) 
     (again, _) = on_ranks("train_lora", 2, strategy=strategy, **job)
     assert again["losses"][0] == pytest.approx(wanted, rel=1e-5)
     assert len(again["losses"]) == 6
+    (tmp_path / "adapter" / "trainer_state.json").write_text('{"global_step": 2}')  # as the Trainer saves it
+    (done,) = command(1, [*words[:4], "of-trainer", *words[5:]], tmp_path)
+    assert (done.code, done.out.split(",")[0]) == (0, "of-trainer: step 2"), done.err
     (tmp_path / "adapter" / "adapter_config.json").write_text('{"peft_type": "IA3"}')
     (done,) = command(1, [*words[:4], "again", *words[5:]], tmp_path)
     assert (done.code, "an adapter of type IA3" in done.err) == (2, True)

@@ -60,6 +60,16 @@ def test_the_key_is_of_everything_that_tokens_depend_on(small, tmp_path, monkeyp
     again = _prepare(small, _written(copy, source.read_text()))
     assert again.folder == found[0].folder
     assert not again.input_ids.flags.writeable
+    assert [source["name"] for source in again.meta["sources"]] == [str(copy)]  # not the file that was tokenized
+
+
+def test_dropped_rows_are_named_in_the_file_that_is_read(small, tmp_path, caplog):
+    for name in ("first.jsonl", "second.jsonl"):
+        source = _written(tmp_path / name, _row("u:12", "a:34"), "no JSON")
+        caplog.clear()
+        _prepare(small, source, on_bad_row="drop")
+        assert f"{source}:2: " in caplog.text
+    assert "first.jsonl" not in caplog.text
 
 
 @pytest.fixture

@@ -115,6 +115,8 @@ def test_tables_of_excel(tmp_path: Path):
     ):
         path = _write(tmp_path / "rows.csv", f"{head}\n{lines}")
         assert _read(path) == [(f"{path}:3", {"prompt": "a, b", "completion": "x;\ny"})]
+    path = _write(tmp_path / "excel.csv", "\ufeffsep=|\r\nprompt|completion\r\na;b|x\r\n")
+    assert _read(path) == [(f"{path}:3", {"prompt": "a;b", "completion": "x"})]
     assert _rows(_write(tmp_path / "one.csv", "text\na;b\n")) == [{"text": "a;b"}]
     assert _rows(_write(tmp_path / "one.tsv", "a;b\nc;d\n")) == [{"a;b": "c;d"}]
 
@@ -129,6 +131,9 @@ def test_files_that_are_not_utf8_or_compressed_otherwise_say_what_to_do(tmp_path
     ):
         with pytest.raises(DataError, match=rf"^{_write(tmp_path / name, content)}.*{to_utf8}"):
             _ = find_sources(str(tmp_path / name))[0].row_format
+    for name, text in (("b.jsonl", '{"text": "a"}'), ("b.csv", "text\na\n"), ("b.json", '[{"text": "a"}]')):
+        with pytest.raises(DataError, match=r"with iconv -f UTF-16 -t UTF-8$"):
+            _ = find_sources(str(_write(tmp_path / name, text.encode("utf-16"))))[0].row_format
     for suffix in (".bz2", ".xz", ".zst", ".zip", ".ZIP"):
         path = _write(tmp_path / f"rows.jsonl{suffix}", b"BZh9")
         with pytest.raises(DataError) as error:
@@ -223,6 +228,26 @@ def test_names_that_are_not_there(tmp_path: Path):
     for name, content in {"a.jsonl": "", "b.jsonl": "\n \n", "c.json": "[]", "d.csv": "a,b\n"}.items():
         with pytest.raises(DataError, match=f"{name}: no rows"):
             _ = find_sources(str(_write(tmp_path / name, content)))[0].row_format
+
+
+def test_files_that_datasets_leaves_out_of_a_folder_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    folder = tmp_path / "mixed"
+    for name in ("a.jsonl", "b.jsonl", ".hidden/c.parquet", "__x/d.csv", "notes.txt"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        write_rows(folder / name, [{"text": name}])
+    (folder / "dataset_infos.json").write_text("{}")
+    assert _rows(folder)[:2] == [{"text": "a.jsonl"}, {"text": "b.jsonl"}]
+    assert capsys.readouterr().err == ""
+    (folder / "more").mkdir()
+    write_rows(folder / "more/e.parquet", [{"text": "e"}])
+    assert {"text": "e"} not in _rows(folder)
+    wanted = f"one kind of file in a folder: more/e.parquet\n  fix:     list the sources: data.train: [{folder}, "
+    assert wanted in capsys.readouterr().err
+    _rows(folder)
+    assert capsys.readouterr().err == ""  # once
+    (folder / "README.md").write_text("---\nconfigs:\n- config_name: default\n  data_files: more/*.parquet\n---\n")
+    assert _rows(folder) == [{"text": "e"}]
+    assert capsys.readouterr().err == ""
 
 
 def test_columns_and_formats(tmp_path: Path):
