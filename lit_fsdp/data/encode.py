@@ -248,8 +248,8 @@ class RowEncoder:
             chosen, rejected = self._cut(one, names[i], other), self._cut(other, names[i + 1], one)
             is_cut, dropped = max(chosen.truncated, rejected.truncated), chosen.dropped or rejected.dropped
             samples = [] if dropped else chosen.samples + rejected.samples
-            plain = is_plain(sides[i])
-            found.append(EncodedRow(samples, 0 if dropped else is_cut, dropped, unwritten or more, plain))
+            plain, is_empty = is_plain(sides[i]), bool(samples) and self._lacks_text(one)
+            found.append(EncodedRow(samples, 0 if dropped else is_cut, dropped, unwritten or more, plain, is_empty))
         return found
 
     def _closed(self, ids: list[int], mask: np.ndarray, is_document: bool) -> Encoded:

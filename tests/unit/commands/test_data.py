@@ -110,9 +110,10 @@ def test_plain_text_without_the_chat_template_is_counted_and_said(capsys: Out):
 
 
 def test_answers_without_text_are_counted_and_warned_of(capsys: Out, caplog: pytest.LogCaptureFixture):
-    """As empty cells of a table give them; nothing is said where there are none, or of pairs."""
+    """As empty cells of a table give them; nothing is said where there are none, or of rejected ones."""
     Path("empty.csv").write_text('prompt,completion\na,b\nc,\nd," "\n')
-    Path("pairs.jsonl").write_text(json.dumps({"prompt": "a", "chosen": "", "rejected": "b"}) + "\n")
+    pairs = [{"prompt": "a", "chosen": "", "rejected": "b"}, {"prompt": "a", "chosen": "b", "rejected": ""}]
+    Path("pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     train = write("t.jsonl", ("u:a", "a:b"), ("u:c", "a:"))
     for words, counts in (
         (["empty.csv"], {"train": 2}),
@@ -120,7 +121,7 @@ def test_answers_without_text_are_counted_and_warned_of(capsys: Out, caplog: pyt
         (["empty.csv", "--data.val", train], {"train": 2, "val": 1}),
         (["empty.csv", "--data.val_split", "1"], {"train": 2}),
         ([train, "--data.format", "messages"], {"train": 1}),
-        (["pairs.jsonl"], {}),
+        (["pairs.jsonl"], {"train": 1}),
     ):
         caplog.clear()
         assert inspect("--data.train", *words, "--json") == 0
