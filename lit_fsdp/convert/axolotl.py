@@ -27,7 +27,6 @@ _OFFLOAD = {"mode": "full", "offload_activations": True}
 _KEPT = {
     "tokenizer_config": "model.tokenizer", "trust_remote_code": "model.trust_remote_code", "tokens": "model.add_tokens",
     "overrides_of_model_config": "model.config_overrides", "model_config": "model.config_overrides",
-    "neftune_noise_alpha": "model.neftune_alpha",
     "peft_use_dora": "model.lora.use_dora", "peft_use_rslora": "model.lora.use_rslora",
     "rl_beta": "model.preference.beta", "orpo_alpha": "model.preference.beta",
     "simpo_gamma": "model.preference.gamma", "dpo_label_smoothing": "model.preference.label_smoothing",

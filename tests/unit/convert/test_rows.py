@@ -195,3 +195,25 @@ def test_keys_of_trls_parser_and_of_the_alignment_handbook() -> None:
 def test_a_misspelled_word_gets_the_nearest_one() -> None:
     with pytest.raises(ConfigError, match="write distributed_type: FSDP"):
         convert("accelerate", {"distributed_type": "FSPD"})
+
+
+def test_lists_with_one_target() -> None:
+    """TRL passes their item to peft: a word or a pattern."""
+    for given, ours in (
+        (["all-linear"], "all-linear"),
+        ("All-Linear", "all-linear"),
+        ([r".*\.q_proj"], r".*\.q_proj"),
+        (["lm_head"], ["lm_head"]),
+        (["q_proj", "v_proj"], ["q_proj", "v_proj"]),
+    ):
+        found = convert("hf-trainer", {"use_peft": True, "lora_target_modules": given}, 1)
+        assert found.get("model.lora.target_modules") == ours
+
+
+def test_values_that_switch_a_limit_off() -> None:
+    found = convert("hf-trainer", {"ddp_timeout": 180000000, "save_total_limit": 0, "neftune_noise_alpha": 0}, 1)
+    assert not found.differs
+    assert found.get("timeout_seconds") == 604800
+    assert "ddp_timeout: kept as timeout_seconds: 604800 (at most a week)" in map(str, found.fates)
+    assert found.get("checkpoint.keep_last") == -1
+    assert "neftune_alpha" not in found.recipe["model"]
