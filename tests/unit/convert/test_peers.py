@@ -293,6 +293,13 @@ def test_deepspeeds_precision_and_that_of_the_trainer() -> None:
     assert lost == ["deepspeed.scheduler.params.warmup_type (log by default)"]
 
 
+def test_a_file_of_llama_factory_is_named() -> None:
+    given = {"model_name_or_path": "m", "stage": "sft", "finetuning_type": "lora", "template": "llama3"}
+    for kind in ("hf-trainer", "axolotl"):
+        with pytest.raises(ConfigError, match="which looks like LLaMA-Factory's configuration"):
+            convert(kind, given)
+
+
 def test_refusals_name_the_key() -> None:
     base, tune = {"base_model": "m"}, yaml.safe_load(TORCHTUNE["dpo"])
     for kind, given, field in (
