@@ -145,7 +145,10 @@ class Conversion:
             section = section.setdefault(part, {})
         if by := key and self.by.get(path):
             given = f"{shown(value)}, but {by} is {shown(section[last])}"
-            require(section[last] == value, key, given, f"one value for {path}", f"drop {key}, or {by}")
+            fix = f"drop {key}, or {by}"
+            for default, other in ((by, value), (key, section[last])):  # a default cannot be dropped
+                fix = f"write {default.partition(' ')[0]}: {shown(other)}" if "by default" in default else fix
+            require(section[last] == value, key, given, f"one value for {path}", fix)
         if key or last not in section:
             section[last] = value
         if key:

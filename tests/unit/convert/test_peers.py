@@ -300,6 +300,18 @@ def test_a_file_of_llama_factory_is_named() -> None:
             convert(kind, given)
 
 
+def test_a_conflict_with_a_default_says_what_to_write() -> None:
+    tune = yaml.safe_load(TORCHTUNE["full"])
+    chat = tune["dataset"]
+    for first, second, fix in (
+        ({"train_on_input": True}, {}, "write dataset.1.train_on_input: true"),
+        ({}, {"train_on_input": True}, "write dataset.0.train_on_input: true"),
+    ):
+        with pytest.raises(ConfigError) as error:
+            convert("torchtune", {**tune, "dataset": [{**chat, **first}, {**chat, **second}]})
+        assert error.value.fix == fix
+
+
 def test_refusals_name_the_key() -> None:
     base, tune = {"base_model": "m"}, yaml.safe_load(TORCHTUNE["dpo"])
     for kind, given, field in (
