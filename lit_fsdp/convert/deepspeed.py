@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lit_fsdp.config.run import STRATEGY
-from lit_fsdp.convert.conversion import Conversion, Given, read_mapping
+from lit_fsdp.convert.conversion import Conversion, Given, number, read_mapping
 from lit_fsdp.convert.tables import FILLED_IN, OFF, Drop, Keep, Source, Table, rows, under
 from lit_fsdp.errors import require
 
@@ -102,7 +103,7 @@ def convert_deepspeed(conversion: Conversion, values: dict[str, Any], _: Path, r
     """Convert a DeepSpeed configuration."""
     source = Source(conversion, _DEEPSPEED, values)
     _put_stage(conversion, source, ranks)
-    _put_rest(conversion, source, values)
+    _put_rest(conversion, source, values, ranks)
 
 
 def put_deepspeed(conversion: Conversion, source: Source, folder: Path, ranks: int | None) -> Callable[[], None] | None:
@@ -126,7 +127,7 @@ def put_deepspeed(conversion: Conversion, source: Source, folder: Path, ranks: i
     source.ignore("fsdp", "deepspeed is set")
     own = Source(conversion, _DEEPSPEED, values, "deepspeed")
     _put_stage(conversion, own, ranks)
-    return partial(_put_rest, conversion, own, values)
+    return partial(_put_rest, conversion, own, values, ranks)
 
 
 def put_of_accelerate(
@@ -145,7 +146,7 @@ def put_of_accelerate(
     _put_stage(conversion, own, ranks)
     if precision.key:
         put_precision(conversion, precision)
-    _put_rest(conversion, own, values)
+    _put_rest(conversion, own, values, ranks)
 
 
 def _put_stage(conversion: Conversion, source: Source, ranks: int | None) -> None:
@@ -159,7 +160,7 @@ def _keep_stage(conversion: Conversion, stage: Given, ranks: int | None) -> None
     conversion.keep(stage, "sharding", sharding, f"with engine {conversion.get('engine')}")
 
 
-def _put_rest(conversion: Conversion, source: Source, values: dict[str, Any]) -> None:
+def _put_rest(conversion: Conversion, source: Source, values: dict[str, Any], ranks: int | None) -> None:
     for name in ("bf16", "bfloat16", "fp16"):
         switch, word = source.take(f"{name}.enabled", False), name.replace("bfloat", "bf")
         held = str(conversion.get("precision.mode")) if f"{STRATEGY}.precision.mode" in conversion.by else ""
@@ -176,6 +177,7 @@ def _put_rest(conversion: Conversion, source: Source, values: dict[str, Any]) ->
                 conversion.get(STRATEGY).pop("precision", None)  # a default
             put_precision(conversion, Given(switch.key, word))
     conversion.put("precision.mode", "fp32")
+    _check_batches(conversion, source, ranks)
     if values.get("train_batch_size") == "auto":
         source.ignore("train_batch_size", "it follows from the micro batch, the accumulation and the ranks")
     elif "train_batch_size" in values:
@@ -194,6 +196,24 @@ def _put_rest(conversion: Conversion, source: Source, values: dict[str, Any]) ->
         conversion.say(Given(key, ""), "replaced by a linear warm-up", differs)
         if conversion.get("model.optim.schedule") == "cosine":
             conversion.put("model.optim.min_lr_ratio", 0.0001)
+
+
+def _check_batches(conversion: Conversion, source: Source, ranks: int | None) -> None:
+    """Check that the batch sizes agree, as DeepSpeed does; in a Trainer's file, with those of its own keys, too."""
+    whole, key = source.look("train_batch_size"), source.written("train_batch_size")
+    if whole in (None, "auto"):
+        return
+    sizes: dict[str, Any] = {"ranks": ranks}
+    for name, path in (("train_micro_batch_size_per_gpu", "data.micro_batch_size"),
+                       ("gradient_accumulation_steps", "trainer.accumulate_grad_batches")):  # fmt: skip
+        size = source.look(name)
+        sizes[name] = conversion.get(path) if size in (None, "auto") else number(source.written(name), size)
+    known = {name: size for name, size in sizes.items() if size}
+    whole, product, is_all = number(key, whole), math.prod(known.values()), len(known) == 3
+    fitting = product if is_all else product * max(1, whole // product)
+    given = f"{whole} with {', '.join(f'{name}: {size}' for name, size in known.items())}"
+    allowed = f"{'their product' if is_all else 'a multiple of'} {product}"
+    require(whole == fitting, key, given, allowed, f"write train_batch_size: {fitting}")
 
 
 def put_engine(conversion: Conversion, engine: str, ranks: int | None, state_dict: str = "") -> None:

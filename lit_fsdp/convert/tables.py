@@ -95,6 +95,10 @@ class Source:
         """Remove a key and return its value; ``default`` without a key if it is missing or null."""
         return self._left.pop(name, Given("", default))
 
+    def look(self, name: str) -> Any:
+        """Return the value of a key without removing it; None if it is missing, null or removed."""
+        return self._left[name].value if name in self._left else None
+
     def ignore(self, starts: str, why: str) -> None:
         """Drop all keys that begin with one of these words."""
         for name in [name for name in self._left if name.startswith(tuple(starts.split()))]:

@@ -217,3 +217,20 @@ def test_values_that_switch_a_limit_off() -> None:
     assert "ddp_timeout: kept as timeout_seconds: 604800 (at most a week)" in map(str, found.fates)
     assert found.get("checkpoint.keep_last") == -1
     assert "neftune_alpha" not in found.recipe["model"]
+
+
+def test_batch_sizes_of_deepspeed_agree() -> None:
+    sizes = {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4}
+    assert convert("deepspeed", sizes, 8).get("data.global_batch_size") == 64
+    arguments = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    zero = {**dict.fromkeys(sizes, "auto"), "train_batch_size": 64}
+    for kind, given, ranks, fix in (
+        ("deepspeed", {**sizes, "gradient_accumulation_steps": 2}, 8, 32),
+        ("deepspeed", {**sizes, "train_micro_batch_size_per_gpu": 5}, None, 60),
+        ("deepspeed", {"train_batch_size": 50, "train_micro_batch_size_per_gpu": 2}, 8, 48),
+        ("hf-trainer", {**arguments, "deepspeed": zero}, 8, 32),
+    ):
+        with pytest.raises(ConfigError) as error:
+            convert(kind, given, ranks)
+        assert error.value.field.endswith("train_batch_size")
+        assert error.value.fix == f"write train_batch_size: {fix}"
