@@ -25,7 +25,7 @@ _CONVERTERS: dict[str, Callable[[Conversion, dict[str, Any], Path, int | None], 
 """Each takes the recipe, the values of a file, the folder of further files, and the ranks, if known."""
 FORMATS = tuple(_CONVERTERS)
 _NEEDED = (
-    "model.name", "data.train", "data.max_seq_length", "data.global_batch_size data.micro_batch_size", "model.optim",
+    "model.name", "data.train", "data.max_seq_length", "data.global_batch_size data.micro_batch_size", "model.optim.lr",
     "trainer.max_steps trainer.max_epochs",
 )  # fmt: skip
 _MARKS = {

@@ -174,6 +174,13 @@ class Conversion:
         self.fates = [fate for fate in self.fates if fate.key != given.key or old not in fate.text]
         self.say(given, words)
 
+    def outrank(self, path: str, by: str) -> None:
+        """Remove a value; the key that set it is reported as dropped because of the key ``by``."""
+        *parents, last = _full(path).split(".")
+        (self.get(".".join(parents)) or {}).pop(last, None)
+        if key := self.by.pop(_full(path), ""):
+            self.replace(Given(key, None), f"kept as {path}: ", f"dropped because {by} applies")
+
     def as_yaml(self, source: str) -> str:
         """Return the recipe as YAML, with comments about its source, missing settings and accepted differences."""
         differences = (f"Trains differently: {fate.key}: {fate.text}" for fate in self.fates if fate.differs)

@@ -10,7 +10,7 @@ from typing import Any
 
 from lit_fsdp.config.run import STRATEGY
 from lit_fsdp.convert.conversion import Conversion, Given, number, read_mapping
-from lit_fsdp.convert.tables import FILLED_IN, OFF, Drop, Keep, Source, Table, rows, under
+from lit_fsdp.convert.tables import OFF, Drop, Keep, Source, Table, rows, under
 from lit_fsdp.errors import require
 
 _MODES = {"no": "fp32", "bf16": "mixed", "fp16": "fp16_mixed", "fp8": "fp8"}
@@ -27,6 +27,7 @@ _HALF: Table = {
 }  # fmt: skip
 _DEVICE = Keep("cpu_offload", {"none": None, "cpu": True, "nvme": True}, "parameters, gradients and optimizer state "
                "together, in host memory")  # fmt: skip
+_SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 _DEEPSPEED: Table = {
     "train_batch_size": Keep("data.global_batch_size"),
     "train_micro_batch_size_per_gpu": Keep("data.micro_batch_size"),
@@ -38,8 +39,7 @@ _DEEPSPEED: Table = {
     "data_types.grad_accum_dtype": Drop("gradients are accumulated in fp32 here", "fp32 float32 float"),
     "gradient_clipping": Keep("trainer.gradient_clip_val"),
     **under("scheduler", {
-        "type": Keep("model.optim.schedule", {"WarmupLR": "constant", "WarmupDecayLR": "linear",
-                                              "WarmupCosineLR": "cosine"}, other="this schedule is not supported"),
+        "type": Keep("model.optim.schedule", _SCHEDULES, other="this schedule is not supported"),
         "params.warmup_max_lr": Keep("model.optim.lr"),
         "params.warmup_num_steps": Keep("model.optim.warmup_steps"),
         "params.warmup_type": None,
@@ -54,7 +54,8 @@ _DEEPSPEED: Table = {
         "params.eps": Keep("model.optim.eps"),
         "params.weight_decay": Keep("model.optim.weight_decay", why="decays matrices only"),
         "params.adam_w_mode": Drop("weight decay is always decoupled here", "true 1"),
-        **rows("params.torch_adam params.bias_correction legacy_fusion", Drop("lit_fsdp uses torch's fused AdamW")),
+        "params.bias_correction": Drop("AdamW always corrects the bias", "true 1"),
+        **rows("params.torch_adam legacy_fusion", Drop("lit_fsdp uses torch's fused AdamW")),
     }),
     **under("zero_optimization", {
         "stage": None,
@@ -125,6 +126,10 @@ def put_deepspeed(conversion: Conversion, source: Source, folder: Path, ranks: i
     values = name if isinstance(name, dict) else read_mapping("deepspeed", name.strip(), folder)
     conversion.say(given, "replaced by its keys")
     source.ignore("fsdp", "deepspeed is set")
+    if values.get("scheduler"):
+        source.ignore("lr_scheduler_type lr_scheduler_kwargs", "the scheduler of the DeepSpeed file applies")
+    if values.get("optimizer"):
+        source.ignore("optim", "the optimizer of the DeepSpeed file applies")
     own = Source(conversion, _DEEPSPEED, values, "deepspeed")
     _put_stage(conversion, own, ranks)
     return partial(_put_rest, conversion, own, values, ranks)
@@ -136,6 +141,7 @@ def put_of_accelerate(
     """Convert the ``deepspeed_config`` of an Accelerate file: the file that it names, or its own keys."""
     file = source.take("deepspeed_config.deepspeed_config_file", "")
     if str(file.value or "none").lower() == "none":
+        source.fill_in("deepspeed_config.gradient_clipping", 1.0)
         stage = source.take("deepspeed_config.zero_stage", 2)
         _keep_stage(conversion, stage, ranks)
         put_precision(conversion, precision)
@@ -183,19 +189,17 @@ def _put_rest(conversion: Conversion, source: Source, values: dict[str, Any], ra
     elif "train_batch_size" in values:
         auto = " train_micro_batch_size_per_gpu" * (values.get("train_micro_batch_size_per_gpu") == "auto")
         source.ignore(f"gradient_accumulation_steps{auto}", "it follows from train_batch_size and the ranks")
+    _fill_in(conversion, source, values)
     warmup = source.take("scheduler.params.warmup_type", "log")
     source.rest()
     if values.get("optimizer"):
-        conversion.put("model.optim.beta2", FILLED_IN["model.optim.beta2"])
         conversion.put("model.optim.schedule", "constant")
-    if values.get("scheduler"):
+    if conversion.by.get("model.optim.schedule") == source.written("scheduler.type"):
         optim = conversion.get("model.optim")
         warms_up = (optim.get("warmup_steps") or 0) > 1 or optim.get("warmup_ratio")
         differs = str(warmup.value).lower() == "log" and bool(warms_up)
         key = warmup.key or (source.written("scheduler.params.warmup_type (log by default)") if differs else "")
         conversion.say(Given(key, ""), "replaced by a linear warm-up", differs)
-        if conversion.get("model.optim.schedule") == "cosine":
-            conversion.put("model.optim.min_lr_ratio", 0.0001)
 
 
 def _check_batches(conversion: Conversion, source: Source, ranks: int | None) -> None:
@@ -214,6 +218,28 @@ def _check_batches(conversion: Conversion, source: Source, ranks: int | None) ->
     given = f"{whole} with {', '.join(f'{name}: {size}' for name, size in known.items())}"
     allowed = f"{'their product' if is_all else 'a multiple of'} {product}"
     require(whole == fitting, key, given, allowed, f"write train_batch_size: {fitting}")
+
+
+def _fill_in(conversion: Conversion, source: Source, values: dict[str, Any]) -> None:
+    """Apply defaults of DeepSpeed 0.19.8 to keys that the file does not set."""
+    source.fill_in("gradient_clipping", 1.0, ", 0 before DeepSpeed 0.19.3")
+    scheduler, peak = str(source.look("scheduler.type")).lower(), "scheduler.params.warmup_max_lr"
+    steps = "scheduler.params.warmup_num_steps"
+    if scheduler in map(str.lower, _SCHEDULES) and source.look(steps) is None:
+        source.fill_in(steps, 1000)
+        conversion.outrank("model.optim.warmup_ratio", f"{source.written(steps)} (1000 by default)")
+    if scheduler == "warmupcosinelr":
+        source.fill_in("scheduler.params.cos_min_ratio", 0.0001)
+    if scheduler == "warmupdecaylr":
+        source.fill_in(peak, 0.001)
+    if source.look(peak) not in (None, "auto"):
+        source.ignore("optimizer.params.lr", f"{source.written(peak)} applies")
+    if values.get("optimizer"):
+        if source.look(peak) is None:
+            source.fill_in("optimizer.params.lr", 0.001)
+        source.fill_in("optimizer.params.betas", [0.9, 0.999])
+        source.fill_in("optimizer.params.eps", 1e-8)
+        source.fill_in("optimizer.params.weight_decay", 0.01 if source.look("optimizer.params.torch_adam") else 0.0)
 
 
 def put_engine(conversion: Conversion, engine: str, ranks: int | None, state_dict: str = "") -> None:

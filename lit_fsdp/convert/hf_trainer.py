@@ -340,7 +340,7 @@ def put_loop(
         whole, cut = max(1, math.ceil(epochs.read(number))), isinstance(epochs.read(number), float)
         conversion.keep(epochs, "trainer.max_epochs", whole, "whole epochs, or trainer.max_steps", differs=cut)
 
-    if str(values.get("lr_scheduler_type")).lower() == "constant":
+    if str(source.look("lr_scheduler_type")).lower() == "constant":
         source.ignore("warmup_", "a constant schedule ignores it")
     warmup, share = source.take("warmup_steps", 0), source.take("warmup_ratio", 0)
     used, other = (warmup, share) if warmup.read(number) else (share, warmup)
