@@ -25,7 +25,7 @@ _CONVERTERS: dict[str, Callable[[Conversion, dict[str, Any], Path, int | None], 
 """Each takes the recipe, the values of a file, the folder of further files, and the ranks, if known."""
 FORMATS = tuple(_CONVERTERS)
 _NEEDED = (
-    "model.name", "data.train", "data.max_seq_length", "data.global_batch_size data.micro_batch_size", "model.optim",
+    "model.name", "data.train", "data.max_seq_length", "data.global_batch_size data.micro_batch_size", "model.optim.lr",
     "trainer.max_steps trainer.max_epochs",
 )  # fmt: skip
 _MARKS = {
@@ -36,6 +36,7 @@ _MARKS = {
     "torchtune": "model._component_ dataset._component_ tokenizer._component_",
 }
 """Keys that only files of this format have."""
+_OF_LLAMA_FACTORY = {"stage", "finetuning_type", "template", "cutoff_len", "lora_rank", "lora_target", "dataset_dir"}
 _ONE_NODE = {"hybrid_shard": "full_shard", "hybrid_shard_zero2": "shard_grad_op"}
 
 
@@ -70,6 +71,10 @@ def _check_format(kind: str, path: Path, values: dict[str, Any]) -> None:
     sections = {key: value for key, value in values.items() if isinstance(value, dict)}
     keys = {*map(str, values), *(f"{key}.{inner}" for key, section in sections.items() for inner in section)}
     found = {name: sorted(keys.intersection(marks.split())) for name, marks in _MARKS.items()}
+    foreign = sorted(_OF_LLAMA_FACTORY.intersection(keys))
+    given = f"{path}, with {', '.join(foreign)}, which looks like LLaMA-Factory's configuration"
+    fix = "rename its keys to those of TRL (cutoff_len to max_length, lora_rank to lora_r) and use hf-trainer"
+    require(len(foreign) < 2, "file", given, f"a file of {' | '.join(FORMATS)}", fix)
     likely = max(found, key=lambda name: len(found[name]))
     given = f"{path}, with {', '.join(found[likely])}, as files of {likely} have"
     fix = f"write lit-fsdp convert {likely} {shlex.quote(str(path))}"

@@ -27,7 +27,6 @@ _OFFLOAD = {"mode": "full", "offload_activations": True}
 _KEPT = {
     "tokenizer_config": "model.tokenizer", "trust_remote_code": "model.trust_remote_code", "tokens": "model.add_tokens",
     "overrides_of_model_config": "model.config_overrides", "model_config": "model.config_overrides",
-    "neftune_noise_alpha": "model.neftune_alpha",
     "peft_use_dora": "model.lora.use_dora", "peft_use_rslora": "model.lora.use_rslora",
     "rl_beta": "model.preference.beta", "orpo_alpha": "model.preference.beta",
     "simpo_gamma": "model.preference.gamma", "dpo_label_smoothing": "model.preference.label_smoothing",
@@ -103,7 +102,9 @@ def convert_axolotl(conversion: Conversion, values: dict[str, Any], folder: Path
     _precision(conversion, source)
     values = {_ALIASES.get(key, key): value for key, value in values.items()}
     total = max(0, number("max_steps", values.get("max_steps") or 0))
-    if values.get("lr_scheduler_type") != "constant" and not (values.get("warmup_steps") or values.get("warmup_ratio")):
+    if source.look("lr_scheduler_type") != "constant" and not (
+        values.get("warmup_steps") or values.get("warmup_ratio")
+    ):
         rise = Given("warmup_steps (by default 3 % of the steps, 100 at most)", "")
         if 0.03 * total > 100:
             conversion.keep(rise, "model.optim.warmup_steps", 100)

@@ -145,7 +145,10 @@ class Conversion:
             section = section.setdefault(part, {})
         if by := key and self.by.get(path):
             given = f"{shown(value)}, but {by} is {shown(section[last])}"
-            require(section[last] == value, key, given, f"one value for {path}", f"drop {key}, or {by}")
+            fix = f"drop {key}, or {by}"
+            for default, other in ((by, value), (key, section[last])):  # a default cannot be dropped
+                fix = f"write {default.partition(' ')[0]}: {shown(other)}" if "by default" in default else fix
+            require(section[last] == value, key, given, f"one value for {path}", fix)
         if key or last not in section:
             section[last] = value
         if key:
@@ -170,6 +173,13 @@ class Conversion:
         """Report for a key, instead of its lines with ``old``."""
         self.fates = [fate for fate in self.fates if fate.key != given.key or old not in fate.text]
         self.say(given, words)
+
+    def outrank(self, path: str, by: str) -> None:
+        """Remove a value; the key that set it is reported as dropped because of the key ``by``."""
+        *parents, last = _full(path).split(".")
+        (self.get(".".join(parents)) or {}).pop(last, None)
+        if key := self.by.pop(_full(path), ""):
+            self.replace(Given(key, None), f"kept as {path}: ", f"dropped because {by} applies")
 
     def as_yaml(self, source: str) -> str:
         """Return the recipe as YAML, with comments about its source, missing settings and accepted differences."""

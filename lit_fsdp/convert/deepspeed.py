@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lit_fsdp.config.run import STRATEGY
-from lit_fsdp.convert.conversion import Conversion, Given, read_mapping
-from lit_fsdp.convert.tables import FILLED_IN, OFF, Drop, Keep, Source, Table, rows, under
+from lit_fsdp.convert.conversion import Conversion, Given, number, read_mapping
+from lit_fsdp.convert.tables import OFF, Drop, Keep, Source, Table, rows, under
 from lit_fsdp.errors import require
 
 _MODES = {"no": "fp32", "bf16": "mixed", "fp16": "fp16_mixed", "fp8": "fp8"}
@@ -26,6 +27,7 @@ _HALF: Table = {
 }  # fmt: skip
 _DEVICE = Keep("cpu_offload", {"none": None, "cpu": True, "nvme": True}, "parameters, gradients and optimizer state "
                "together, in host memory")  # fmt: skip
+_SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 _DEEPSPEED: Table = {
     "train_batch_size": Keep("data.global_batch_size"),
     "train_micro_batch_size_per_gpu": Keep("data.micro_batch_size"),
@@ -37,8 +39,7 @@ _DEEPSPEED: Table = {
     "data_types.grad_accum_dtype": Drop("gradients are accumulated in fp32 here", "fp32 float32 float"),
     "gradient_clipping": Keep("trainer.gradient_clip_val"),
     **under("scheduler", {
-        "type": Keep("model.optim.schedule", {"WarmupLR": "constant", "WarmupDecayLR": "linear",
-                                              "WarmupCosineLR": "cosine"}, other="this schedule is not supported"),
+        "type": Keep("model.optim.schedule", _SCHEDULES, other="this schedule is not supported"),
         "params.warmup_max_lr": Keep("model.optim.lr"),
         "params.warmup_num_steps": Keep("model.optim.warmup_steps"),
         "params.warmup_type": None,
@@ -53,7 +54,8 @@ _DEEPSPEED: Table = {
         "params.eps": Keep("model.optim.eps"),
         "params.weight_decay": Keep("model.optim.weight_decay", why="decays matrices only"),
         "params.adam_w_mode": Drop("weight decay is always decoupled here", "true 1"),
-        **rows("params.torch_adam params.bias_correction legacy_fusion", Drop("lit_fsdp uses torch's fused AdamW")),
+        "params.bias_correction": Drop("AdamW always corrects the bias", "true 1"),
+        **rows("params.torch_adam legacy_fusion", Drop("lit_fsdp uses torch's fused AdamW")),
     }),
     **under("zero_optimization", {
         "stage": None,
@@ -102,7 +104,7 @@ def convert_deepspeed(conversion: Conversion, values: dict[str, Any], _: Path, r
     """Convert a DeepSpeed configuration."""
     source = Source(conversion, _DEEPSPEED, values)
     _put_stage(conversion, source, ranks)
-    _put_rest(conversion, source, values)
+    _put_rest(conversion, source, values, ranks)
 
 
 def put_deepspeed(conversion: Conversion, source: Source, folder: Path, ranks: int | None) -> Callable[[], None] | None:
@@ -124,9 +126,13 @@ def put_deepspeed(conversion: Conversion, source: Source, folder: Path, ranks: i
     values = name if isinstance(name, dict) else read_mapping("deepspeed", name.strip(), folder)
     conversion.say(given, "replaced by its keys")
     source.ignore("fsdp", "deepspeed is set")
+    if values.get("scheduler"):
+        source.ignore("lr_scheduler_type lr_scheduler_kwargs", "the scheduler of the DeepSpeed file applies")
+    if values.get("optimizer"):
+        source.ignore("optim", "the optimizer of the DeepSpeed file applies")
     own = Source(conversion, _DEEPSPEED, values, "deepspeed")
     _put_stage(conversion, own, ranks)
-    return partial(_put_rest, conversion, own, values)
+    return partial(_put_rest, conversion, own, values, ranks)
 
 
 def put_of_accelerate(
@@ -135,6 +141,7 @@ def put_of_accelerate(
     """Convert the ``deepspeed_config`` of an Accelerate file: the file that it names, or its own keys."""
     file = source.take("deepspeed_config.deepspeed_config_file", "")
     if str(file.value or "none").lower() == "none":
+        source.fill_in("deepspeed_config.gradient_clipping", 1.0)
         stage = source.take("deepspeed_config.zero_stage", 2)
         _keep_stage(conversion, stage, ranks)
         put_precision(conversion, precision)
@@ -145,7 +152,7 @@ def put_of_accelerate(
     _put_stage(conversion, own, ranks)
     if precision.key:
         put_precision(conversion, precision)
-    _put_rest(conversion, own, values)
+    _put_rest(conversion, own, values, ranks)
 
 
 def _put_stage(conversion: Conversion, source: Source, ranks: int | None) -> None:
@@ -159,7 +166,7 @@ def _keep_stage(conversion: Conversion, stage: Given, ranks: int | None) -> None
     conversion.keep(stage, "sharding", sharding, f"with engine {conversion.get('engine')}")
 
 
-def _put_rest(conversion: Conversion, source: Source, values: dict[str, Any]) -> None:
+def _put_rest(conversion: Conversion, source: Source, values: dict[str, Any], ranks: int | None) -> None:
     for name in ("bf16", "bfloat16", "fp16"):
         switch, word = source.take(f"{name}.enabled", False), name.replace("bfloat", "bf")
         held = str(conversion.get("precision.mode")) if f"{STRATEGY}.precision.mode" in conversion.by else ""
@@ -176,24 +183,63 @@ def _put_rest(conversion: Conversion, source: Source, values: dict[str, Any]) ->
                 conversion.get(STRATEGY).pop("precision", None)  # a default
             put_precision(conversion, Given(switch.key, word))
     conversion.put("precision.mode", "fp32")
+    _check_batches(conversion, source, ranks)
     if values.get("train_batch_size") == "auto":
         source.ignore("train_batch_size", "it follows from the micro batch, the accumulation and the ranks")
     elif "train_batch_size" in values:
         auto = " train_micro_batch_size_per_gpu" * (values.get("train_micro_batch_size_per_gpu") == "auto")
         source.ignore(f"gradient_accumulation_steps{auto}", "it follows from train_batch_size and the ranks")
+    _fill_in(conversion, source, values)
     warmup = source.take("scheduler.params.warmup_type", "log")
     source.rest()
     if values.get("optimizer"):
-        conversion.put("model.optim.beta2", FILLED_IN["model.optim.beta2"])
         conversion.put("model.optim.schedule", "constant")
-    if values.get("scheduler"):
+    if conversion.by.get("model.optim.schedule") == source.written("scheduler.type"):
         optim = conversion.get("model.optim")
         warms_up = (optim.get("warmup_steps") or 0) > 1 or optim.get("warmup_ratio")
         differs = str(warmup.value).lower() == "log" and bool(warms_up)
         key = warmup.key or (source.written("scheduler.params.warmup_type (log by default)") if differs else "")
         conversion.say(Given(key, ""), "replaced by a linear warm-up", differs)
-        if conversion.get("model.optim.schedule") == "cosine":
-            conversion.put("model.optim.min_lr_ratio", 0.0001)
+
+
+def _check_batches(conversion: Conversion, source: Source, ranks: int | None) -> None:
+    """Check that the batch sizes agree, as DeepSpeed does; in a Trainer's file, with those of its own keys, too."""
+    whole, key = source.look("train_batch_size"), source.written("train_batch_size")
+    if whole in (None, "auto"):
+        return
+    sizes: dict[str, Any] = {"ranks": ranks}
+    for name, path in (("train_micro_batch_size_per_gpu", "data.micro_batch_size"),
+                       ("gradient_accumulation_steps", "trainer.accumulate_grad_batches")):  # fmt: skip
+        size = source.look(name)
+        sizes[name] = conversion.get(path) if size in (None, "auto") else number(source.written(name), size)
+    known = {name: size for name, size in sizes.items() if size}
+    whole, product, is_all = number(key, whole), math.prod(known.values()), len(known) == 3
+    fitting = product if is_all else product * max(1, whole // product)
+    given = f"{whole} with {', '.join(f'{name}: {size}' for name, size in known.items())}"
+    allowed = f"{'their product' if is_all else 'a multiple of'} {product}"
+    require(whole == fitting, key, given, allowed, f"write train_batch_size: {fitting}")
+
+
+def _fill_in(conversion: Conversion, source: Source, values: dict[str, Any]) -> None:
+    """Apply defaults of DeepSpeed 0.19.8 to keys that the file does not set."""
+    source.fill_in("gradient_clipping", 1.0, ", 0 before DeepSpeed 0.19.3")
+    scheduler, peak = str(source.look("scheduler.type")).lower(), "scheduler.params.warmup_max_lr"
+    steps = "scheduler.params.warmup_num_steps"
+    if scheduler in map(str.lower, _SCHEDULES) and source.look(steps) is None:
+        source.fill_in(steps, 1000)
+        conversion.outrank("model.optim.warmup_ratio", f"{source.written(steps)} (1000 by default)")
+    if scheduler == "warmupcosinelr":
+        source.fill_in("scheduler.params.cos_min_ratio", 0.0001)
+    if scheduler == "warmupdecaylr":
+        source.fill_in(peak, 0.001)
+    if source.look(peak) not in (None, "auto"):
+        source.ignore("optimizer.params.lr", f"{source.written(peak)} applies")
+    if values.get("optimizer"):
+        if source.look(peak) is None:
+            source.fill_in("optimizer.params.lr", 0.001)
+        source.fill_in("optimizer.params.betas", [0.9, 0.999])
+        source.fill_in("optimizer.params.eps", 1e-8)
+        source.fill_in("optimizer.params.weight_decay", 0.01 if source.look("optimizer.params.torch_adam") else 0.0)
 
 
 def put_engine(conversion: Conversion, engine: str, ranks: int | None, state_dict: str = "") -> None:

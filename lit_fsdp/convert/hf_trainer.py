@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,8 @@ ARGUMENTS: Table = {
     "optim": Drop("lit_fsdp uses AdamW; others: model.optim.class_path",
                   "adamw_torch adamw_torch_fused adamw_hf paged_adamw paged_adamw_32bit "
                   "default_optim"),
-    "save_total_limit": Keep("checkpoint.keep_last", why="and the best checkpoint"),
+    "save_total_limit": Keep("checkpoint.keep_last", lambda key, value: max(0, number(key, value)) or -1,
+                             "and the best checkpoint"),
     "output_dir": Keep("trainer.default_root_dir", lambda key, value: value or None),
     "per_device_eval_batch_size": Drop("validation uses data.micro_batch_size"),
     "data_seed": Keep("data.seed"),
@@ -50,11 +52,11 @@ ARGUMENTS: Table = {
     **rows("gradient_checkpointing activation_checkpointing", _RECOMPUTE),
     "torch_compile": Keep("compile", {"true": True, "false": None}, "block by block"),
     "torch_compile_backend": Keep("compile", {"inductor": True}, other="only inductor compiles blocks"),
-    "ddp_timeout": Keep("timeout_seconds"),
+    "ddp_timeout": Keep("timeout_seconds", lambda key, value: min(number(key, value), 604_800), "at most a week"),
     "ddp_backend": Keep("process_group_backend", {"nccl": "nccl", "gloo": "gloo"}, other="only gloo and nccl work"),
     "tf32": Drop("fp32 never uses TF32 here; with bf16 and fp16 it has no effect"),
     "average_tokens_across_devices": Drop("every token has equal weight here, on any rank", "true"),
-    "neftune_noise_alpha": Keep("model.neftune_alpha"),
+    "neftune_noise_alpha": Keep("model.neftune_alpha", lambda key, value: number(key, value) or None),
     **rows("label_smoothing_factor auto_find_batch_size optim_args optim_target_modules "
            "group_by_length parallelism_config accelerator_config.split_batches",
            Drop("this method is not supported", OFF)),
@@ -74,8 +76,17 @@ ARGUMENTS: Table = {
 }  # fmt: skip
 
 
+def _targets(key: str, value: Any) -> Any:
+    """Return a name as a list, but all-linear and a pattern as text, for which TRL takes a list with one item."""
+    one = value[0] if isinstance(value, list) and len(value) == 1 else value
+    if str(one).lower() == "all-linear":
+        return "all-linear"
+    return [one] if re.fullmatch(r"[\w.]+", str(one)) else one
+
+
 ADAPTERS: Table = {
-    f"lora_{name}": Keep(f"model.lora.{name}") for name in "r alpha dropout target_modules modules_to_save".split()
+    **{f"lora_{name}": Keep(f"model.lora.{name}") for name in "r alpha dropout modules_to_save".split()},
+    "lora_target_modules": Keep("model.lora.target_modules", _targets),
 }
 _TRL: Table = {  # its SFTConfig, ModelConfig and ScriptArguments, 1.16
     **rows(
@@ -329,7 +340,7 @@ def put_loop(
         whole, cut = max(1, math.ceil(epochs.read(number))), isinstance(epochs.read(number), float)
         conversion.keep(epochs, "trainer.max_epochs", whole, "whole epochs, or trainer.max_steps", differs=cut)
 
-    if str(values.get("lr_scheduler_type")).lower() == "constant":
+    if str(source.look("lr_scheduler_type")).lower() == "constant":
         source.ignore("warmup_", "a constant schedule ignores it")
     warmup, share = source.take("warmup_steps", 0), source.take("warmup_ratio", 0)
     used, other = (warmup, share) if warmup.read(number) else (share, warmup)

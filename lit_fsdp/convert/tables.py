@@ -95,6 +95,18 @@ class Source:
         """Remove a key and return its value; ``default`` without a key if it is missing or null."""
         return self._left.pop(name, Given("", default))
 
+    def look(self, name: str) -> Any:
+        """Return the value of a key without removing it; None if it is missing, null or removed."""
+        return self._left[name].value if name in self._left else None
+
+    def fill_in(self, name: str, value: Any, since: str = "") -> None:
+        """Add a key that the file does not set, with the library's default; it outranks keys of another file."""
+        if name not in self._left:
+            self._left[name] = Given(self.written(f"{name} ({shown(value)} by default{since})"), value)
+            row = self.table[name]
+            for path in row.to.split() if isinstance(row, Keep) else ():
+                self.conversion.outrank(path, self._left[name].key)
+
     def ignore(self, starts: str, why: str) -> None:
         """Drop all keys that begin with one of these words."""
         for name in [name for name in self._left if name.startswith(tuple(starts.split()))]:

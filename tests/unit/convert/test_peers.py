@@ -293,6 +293,54 @@ def test_deepspeeds_precision_and_that_of_the_trainer() -> None:
     assert lost == ["deepspeed.scheduler.params.warmup_type (log by default)"]
 
 
+@pytest.mark.parametrize("kind", ["axolotl", "hf-trainer"])
+def test_optimizer_and_scheduler_of_deepspeed_outrank_the_trainers(kind: str) -> None:
+    """Transformers fills in values of auto only, so that DeepSpeed's defaults apply to keys that are not set."""
+    loop = {"learning_rate": 2e-5, "weight_decay": 0.1, "adam_beta2": 0.95, "max_grad_norm": 0.5, "max_steps": 2000}
+    given: dict[str, Any] = {**loop, "warmup_ratio": 0.1, "bf16": True}
+    given |= {"base_model": "m", "datasets": [CHAT]} if kind == "axolotl" else {}
+    schedule, optimizer = ("lr_scheduler", "optimizer") if kind == "axolotl" else ("lr_scheduler_type", "optim")
+    given |= {schedule: "cosine", optimizer: "adafactor"}
+    zero: dict[str, Any] = {"zero_optimization": {"stage": 2}, "optimizer": {"type": "AdamW", "params": {}}}
+    scheduler = {"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "linear"}}}
+    found = convert(kind, {**given, "deepspeed": {**zero, **scheduler}}, 2)
+    told = {fate.key: fate.text for fate in found.fates}
+    assert not found.differs
+    optim = {"lr": 1e-3, "weight_decay": 0.0, "beta2": 0.999, "schedule": "constant", "warmup_steps": 1000}
+    assert found.get("model.optim").items() >= optim.items()
+    assert "warmup_ratio" not in found.get("model.optim")
+    assert found.get("trainer.gradient_clip_val") == 1.0
+    assert told[schedule] == "dropped because the scheduler of the DeepSpeed file applies"
+    assert told["learning_rate"] == "dropped because deepspeed.optimizer.params.lr (0.001 by default) applies"
+    # with values of auto, and without an optimizer, the trainer's apply, also its warm-up beside a constant rate
+    params = {"warmup_max_lr": "auto", "warmup_num_steps": "auto", "warmup_type": "linear"}
+    scheduler["scheduler"]["params"] = params
+    given |= {schedule: "constant", optimizer: "adamw_torch"}
+    found = convert(kind, {**given, "deepspeed": {"gradient_clipping": "auto", **scheduler}}, 2)
+    optim = {"lr": 2e-5, "weight_decay": 0.1, "beta2": 0.95, "schedule": "constant", "warmup_ratio": 0.1}
+    assert found.get("model.optim").items() >= optim.items()
+    assert found.get("trainer.gradient_clip_val") == 0.5
+
+
+def test_a_conflict_with_a_default_says_what_to_write() -> None:
+    tune = yaml.safe_load(TORCHTUNE["full"])
+    chat = tune["dataset"]
+    for first, second, fix in (
+        ({"train_on_input": True}, {}, "write dataset.1.train_on_input: true"),
+        ({}, {"train_on_input": True}, "write dataset.0.train_on_input: true"),
+    ):
+        with pytest.raises(ConfigError) as error:
+            convert("torchtune", {**tune, "dataset": [{**chat, **first}, {**chat, **second}]})
+        assert error.value.fix == fix
+
+
+def test_a_file_of_llama_factory_is_named() -> None:
+    given = {"model_name_or_path": "m", "stage": "sft", "finetuning_type": "lora", "template": "llama3"}
+    for kind in ("hf-trainer", "axolotl"):
+        with pytest.raises(ConfigError, match="which looks like LLaMA-Factory's configuration"):
+            convert(kind, given)
+
+
 def test_refusals_name_the_key() -> None:
     base, tune = {"base_model": "m"}, yaml.safe_load(TORCHTUNE["dpo"])
     for kind, given, field in (

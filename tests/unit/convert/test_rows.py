@@ -195,3 +195,77 @@ def test_keys_of_trls_parser_and_of_the_alignment_handbook() -> None:
 def test_a_misspelled_word_gets_the_nearest_one() -> None:
     with pytest.raises(ConfigError, match="write distributed_type: FSDP"):
         convert("accelerate", {"distributed_type": "FSPD"})
+
+
+def test_defaults_of_deepspeed() -> None:
+    """Those of version 0.19.8, which the file does not need to set."""
+
+    def optim(kind: str, optimizer: dict[str, Any], **params: Any) -> tuple[dict[str, Any], list[str]]:
+        scheduler = {"scheduler": {"type": kind, "params": {"total_num_steps": 5000, **params}}} if kind else {}
+        found = convert("deepspeed", {**ZERO, **scheduler, "optimizer": {"type": "AdamW", "params": optimizer}}, 8)
+        assert found.get("trainer.gradient_clip_val") == 1.0
+        return found.get("model.optim"), [fate.key for fate in found.fates if fate.differs]
+
+    adam = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0}
+    linear, log = {"warmup_type": "linear"}, ["scheduler.params.warmup_type (log by default)"]
+    assert optim("", {}) == ({**adam, "schedule": "constant"}, [])
+    assert optim("", {"torch_adam": True})[0]["weight_decay"] == 0.01
+    constant = {**adam, "lr": 2e-5, "schedule": "constant", "warmup_steps": 1000}
+    assert optim("WarmupLR", {"lr": 2e-5}, **linear) == (constant, [])
+    assert optim("WarmupLR", {"lr": 2e-5}) == (constant, log)
+    # this schedule has a rate of its own
+    assert optim("WarmupDecayLR", {"lr": 2e-5}) == ({**adam, "schedule": "linear", "warmup_steps": 1000}, log)
+    assert optim("WarmupDecayLR", {"lr": 2e-5}, warmup_max_lr=3e-5, **linear)[0]["lr"] == 3e-5
+    cosine = {**adam, "lr": 2e-5, "schedule": "cosine", "warmup_steps": 1000, "min_lr_ratio": 0.0001}
+    assert optim("WarmupCosineLR", {"lr": 2e-5}, **linear) == (cosine, [])
+    assert optim("WarmupCosineLR", {"lr": 2e-5}, warmup_num_steps=1) == ({**cosine, "warmup_steps": 1}, [])
+    unknown = convert("deepspeed", {"scheduler": {"type": "OneCycle", "params": {"cycle_max_lr": 1e-3}}})
+    keys = {fate.key for fate in unknown.fates if fate.differs}
+    assert keys == {"scheduler.type", "scheduler.params.cycle_max_lr"}
+    biased = {"optimizer": {"type": "AdamW", "params": {"bias_correction": False}}}
+    assert [fate.key for fate in convert("deepspeed", biased).fates if fate.differs] == [
+        "optimizer.params.bias_correction"
+    ]
+    rate_is_missing = convert("deepspeed", {"scheduler": {"type": "WarmupLR", "params": linear}}).to_give[0]
+    assert "model.optim.lr" in rate_is_missing
+    own = convert("accelerate", {"distributed_type": "DEEPSPEED", "num_processes": 2, "deepspeed_config": {"x": 1}})
+    assert own.get("trainer.gradient_clip_val") == 1.0  # of Accelerate, in all versions
+
+
+def test_batch_sizes_of_deepspeed_agree() -> None:
+    sizes = {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4}
+    assert convert("deepspeed", sizes, 8).get("data.global_batch_size") == 64
+    arguments = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    zero = {**dict.fromkeys(sizes, "auto"), "train_batch_size": 64}
+    for kind, given, ranks, fix in (
+        ("deepspeed", {**sizes, "gradient_accumulation_steps": 2}, 8, 32),
+        ("deepspeed", {**sizes, "train_micro_batch_size_per_gpu": 5}, None, 60),
+        ("deepspeed", {"train_batch_size": 50, "train_micro_batch_size_per_gpu": 2}, 8, 48),
+        ("hf-trainer", {**arguments, "deepspeed": zero}, 8, 32),
+    ):
+        with pytest.raises(ConfigError) as error:
+            convert(kind, given, ranks)
+        assert error.value.field.endswith("train_batch_size")
+        assert error.value.fix == f"write train_batch_size: {fix}"
+
+
+def test_lists_with_one_target() -> None:
+    """TRL passes their item to peft: a word or a pattern."""
+    for given, ours in (
+        (["all-linear"], "all-linear"),
+        ("All-Linear", "all-linear"),
+        ([r".*\.q_proj"], r".*\.q_proj"),
+        (["lm_head"], ["lm_head"]),
+        (["q_proj", "v_proj"], ["q_proj", "v_proj"]),
+    ):
+        found = convert("hf-trainer", {"use_peft": True, "lora_target_modules": given}, 1)
+        assert found.get("model.lora.target_modules") == ours
+
+
+def test_values_that_switch_a_limit_off() -> None:
+    found = convert("hf-trainer", {"ddp_timeout": 180000000, "save_total_limit": 0, "neftune_noise_alpha": 0}, 1)
+    assert not found.differs
+    assert found.get("timeout_seconds") == 604800
+    assert "ddp_timeout: kept as timeout_seconds: 604800 (at most a week)" in map(str, found.fates)
+    assert found.get("checkpoint.keep_last") == -1
+    assert "neftune_alpha" not in found.recipe["model"]
