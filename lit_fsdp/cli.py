@@ -35,7 +35,7 @@ from lit_fsdp.callbacks.stop import StopOnSignal, StopRequested
 from lit_fsdp.callbacks.summary import summary_of
 from lit_fsdp.callbacks.throughput import Throughput
 from lit_fsdp.checkpoint.files import naming
-from lit_fsdp.checkpoint.run_folder import Resume, checkpoints, find_resume
+from lit_fsdp.checkpoint.run_folder import Resume, checkpoints, create_run_folder, find_resume
 from lit_fsdp.checkpoint.run_lock import RunLock
 from lit_fsdp.config.command_line import OWN_CLASSES, TRUSTED, read_command_line
 from lit_fsdp.config.data import STAGES, DataConfig
@@ -457,8 +457,9 @@ class RecipeCLI(LightningCLI):
             self.datamodule.prepare(STAGES[verb])
             if self.samples is not None and verb == "fit":
                 self.samples.read(self.datamodule)
+        if trainer.is_global_zero and (trainer.loggers or verb in ("fit", "predict")):
+            create_run_folder(folder)
         if trainer.is_global_zero and verb == "fit":
-            folder.mkdir(parents=True, exist_ok=True)
             RunLock(folder)  # until this process ends
             if parsed.ckpt_path:  # another job may have just saved or removed checkpoints
                 self.resume = self._find_resume()

@@ -27,6 +27,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
 from lit_fsdp.callbacks.records import write_json
+from lit_fsdp.checkpoint.run_folder import create_run_folder
 from lit_fsdp.config.command_line import RUN_FOLDER
 from lit_fsdp.errors import ConfigError, require
 from lit_fsdp.host import cache_root
@@ -195,7 +196,7 @@ def write_to_run_folder(config: Any, run_folder: Path) -> None:
         is_open = not (args.get("tracking_uri") or os.environ.get("MLFLOW_TRACKING_URI"))
         if name == "MLFlowLogger" and is_open and args.get("save_dir") == "./mlruns":
             args["tracking_uri"] = f"sqlite:///{run_folder.resolve()}/mlflow.db"
-            run_folder.mkdir(parents=True, exist_ok=True)
+            create_run_folder(run_folder)
 
 
 def resume_loggers(config: Any, run_folder: Path, step: int | None) -> None:

@@ -27,7 +27,7 @@ def summary_of(trainer: Trainer, verb: str, seconds: float, first_step: int) -> 
     """
     folder, took = Path(trainer.default_root_dir), str(timedelta(seconds=round(seconds)))
     memory = f", peak memory {peak_device_bytes(trainer.strategy.root_device) / GIB:.2f} GiB per rank"
-    saved = trainer.checkpoint_callback
+    saved = next((c for c in trainer.checkpoint_callbacks if isinstance(c, Checkpoint)), trainer.checkpoint_callback)
     can_export = hasattr(trainer.lightning_module, "read_tensor")
     if verb != "fit":
         took = f"of {trainer.ckpt_path} took {took}" if trainer.ckpt_path else f"took {took}"

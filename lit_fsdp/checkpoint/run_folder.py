@@ -128,6 +128,17 @@ def choose(
     return order
 
 
+def create_run_folder(run_folder: Path) -> None:
+    """Create a run folder, unless it exists; raises ConfigError if it cannot be created or written."""
+    try:
+        run_folder.mkdir(parents=True, exist_ok=True)
+        reason = "" if os.access(run_folder, os.W_OK | os.X_OK) else "not writable"
+    except OSError as error:
+        reason = error.strerror or str(error)
+    given, allowed = f"{run_folder} ({reason})", "a folder that can be created and written"
+    require(not reason, "trainer.default_root_dir", given, allowed)
+
+
 def saved_config(run_folder: Path) -> CheckpointConfig:
     """Return the section ``checkpoint`` of a run's recipe, or the defaults."""
     try:

@@ -83,6 +83,9 @@ def parser_error(message: str, known: Iterable[str]) -> ConfigError:
         return ConfigError(key, f"{lost[1]} ({lost[2]})", "an importable class of this type", fix)
     if key.startswith("trainer.logger") and "save_dir=None" in message:
         return ConfigError(f"{key}.save_dir", "no value", "a folder", f"add --{key}.save_dir FOLDER")
+    if inner and (name := re.search(r"Expected a dot import path string: (\S+)", message)):
+        fix = f"write {inner}: MODULE.NAME, and add --allow-imports MODULE"
+        return ConfigError(key, name[1], "the import path of a function or class", fix)
     if lacks := re.search(r"given class_path '([\w.]+)':\s+the following arguments are required: ([\w, ]+)", message):
         name = lacks[2].partition(",")[0]
         fix = f"add --{key}.{name} VALUE, or {name} in its init_args"

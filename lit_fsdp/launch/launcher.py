@@ -1,11 +1,13 @@
 """Detect the launcher of this process, and check that it started as many processes as the recipe needs.
 
-Start a recipe directly, by ``torchrun`` or by ``srun``. A wrong combination would wait for ranks that never start, or
-train several runs at once; every rank refuses it before torch is loaded, so that none waits for another.
+Start a recipe directly, by ``torchrun`` or by ``srun``; Lightning also supports ``jsrun`` and, with mpi4py, MPI. A
+wrong combination would wait for ranks that never start, or train several runs at once; every rank refuses it before
+torch is loaded, so that none waits for another.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from collections.abc import Mapping, MutableMapping
 from typing import Any
@@ -14,7 +16,8 @@ from lit_fsdp.errors import require
 
 _SHELLS = ("bash", "interactive")
 """Job names that Lightning treats as a shell, in which it starts processes itself."""
-OTHER_LAUNCHERS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "LSB_JOBID")
+_SIZES = {"JSM_NAMESPACE_SIZE": "jsrun", "OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpirun"}
+"""Variables with the number of processes of further launchers; a job of LSF alone starts only its script."""
 _BY_HAND = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK")
 _OF_TASKS = ("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID")
 _TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
@@ -57,12 +60,15 @@ def check_launch(trainer: Mapping[str, Any], environment: Mapping[str, str]) -> 
         ConfigError: The numbers differ, or some ranks were not started.
     """
     devices, nodes = devices_of(trainer), int(trainer.get("num_nodes") or 1)
+    launcher, _ = other_launcher(environment)
     if "TORCHELASTIC_RUN_ID" in environment:
         _check_torchrun(devices, nodes, environment)
     elif is_srun(environment):
         _check_srun(devices, nodes, environment)
-    elif nodes > 1 and not any(name in environment for name in OTHER_LAUNCHERS):
-        missing = ", ".join(name for name in _BY_HAND if not environment.get(name))
+    elif launcher and not trainer.get("plugins"):
+        _check_other(devices, nodes, environment)
+    elif nodes > 1 and not launcher:
+        missing = _missing(environment)
         given = f"{nodes}, but no launcher started the processes of the other nodes, and {missing} not set here"
         starts = f"srun --nodes={nodes} ..., torchrun --nnodes {nodes} ..."
         fix = f"lit-fsdp slurm submit, {starts}, or set these on each node"
@@ -107,6 +113,33 @@ def _check_srun(devices: int | None, nodes: int, environment: Mapping[str, str])
     given = f"{how}: neighboring ranks are on different nodes, and so are ranks that share one copy"
     is_in_order = nodes == 1 or per_node == 1 or how in ("block", "pack")
     require(is_in_order, "SLURM_DISTRIBUTION", given, "block", f"{again} --distribution=block")
+
+
+def _check_other(devices: int | None, nodes: int, environment: Mapping[str, str]) -> None:
+    launcher, started = other_launcher(environment)
+    per_node = devices or max(1, started // nodes)
+    if launcher == "jsrun" or importlib.util.find_spec("mpi4py"):
+        given = f"{devices or 'auto'} on {nodes} node(s), but {launcher} started {started} process(es)"
+        fix = f"start {per_node * nodes} processes with {launcher}"
+        require(started == per_node * nodes, "trainer.devices", given, "one process per device", fix)
+    elif "LOCAL_RANK" not in environment and _missing(environment):
+        given = f"{started} processes of {launcher}, which become ranks of one run only with the package mpi4py"
+        allowed = "srun, torchrun, or one process, which starts all ranks of its node"
+        fix = f"start torchrun --nnodes {nodes} --nproc-per-node {per_node} on each node, or pip install mpi4py"
+        require(devices == nodes == 1, "command line", given, allowed, fix)
+
+
+def _missing(environment: Mapping[str, str]) -> str:
+    return ", ".join(name for name in _BY_HAND if not environment.get(name))
+
+
+def other_launcher(environment: Mapping[str, str]) -> tuple[str, int]:
+    """The launcher besides torchrun and srun, and its number of processes; "" without one, or for one MPI process."""
+    for name, launcher in _SIZES.items():
+        started = int(environment.get(name) or 0)
+        if started > 1 or (started and launcher == "jsrun"):
+            return launcher, started
+    return "", 1
 
 
 def is_srun(environment: Mapping[str, str]) -> bool:

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lit_fsdp.host import EXIT_LOST, FIRST, GO, free_port
-from lit_fsdp.launch.launcher import OTHER_LAUNCHERS, devices_of, is_srun
+from lit_fsdp.launch.launcher import devices_of, is_srun, other_launcher
 from lit_fsdp.signals import STOPPING
 
 _POLL_SECONDS, _GRACE_SECONDS = 1.0, 10.0
@@ -36,8 +36,9 @@ class LaunchedRanks:
         They run as far as possible without the others and then wait for :meth:`release`.
         """
         devices = devices_of(trainer) or 1
-        others = ("LOCAL_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR", "NODE_RANK", *OTHER_LAUNCHERS)
-        is_plain = not is_srun(os.environ) and not any(name in os.environ for name in others)
+        others = ("LOCAL_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR", "NODE_RANK")
+        is_launched = is_srun(os.environ) or other_launcher(os.environ)[0] != ""
+        is_plain = not is_launched and not any(name in os.environ for name in others)
         if devices < 2 or int(trainer.get("num_nodes") or 1) > 1 or trainer.get("plugins") or not is_plain:
             return
         os.environ.update(MASTER_ADDR="127.0.0.1", NODE_RANK="0", WORLD_SIZE=str(devices), LOCAL_RANK="0")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -374,8 +375,8 @@ class Checkpoints:
         return path
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Remove a checkpoint folder on rank 0; failures are logged as warnings."""
-        if dist.get_rank() == 0:
+        """Remove a checkpoint folder, if there is one, on rank 0; failures are logged as warnings."""
+        if dist.get_rank() == 0 and os.path.lexists(filepath):  # OnExceptionCheckpoint may have saved none
             try:
                 run_folder.remove(Path(filepath))
             except (CheckpointError, OSError) as error:

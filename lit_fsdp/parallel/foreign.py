@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.data import sized_len
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
@@ -35,17 +36,21 @@ _WHOLE_WEIGHTS = ("StochasticWeightAveraging", "WeightAveraging", "EMAWeightAver
 
 
 def check_finders(callbacks: Iterable[Any], module: Any) -> None:
-    """Refuse Lightning's batch size finder, and its learning rate finder for our modules."""
+    """Refuse Lightning's batch size finder, and for our modules its learning rate finder and ``BackboneFinetuning``."""
     found = {cls.__name__ for callback in callbacks for cls in type(callback).__mro__}
     given, fix = "BatchSizeFinder", "remove it; lit-fsdp plan --gpu prints the data.micro_batch_size that fits"
     require(given not in found, "trainer.callbacks", given, "an explicit batch size", fix)
     given, fix = "LearningRateFinder", "remove it, and try several values of model.optim.lr in short runs"
     is_ours = hasattr(module, "read_tensor")
     require(not is_ours or given not in found, "trainer.callbacks", given, "an explicit learning rate", fix)
+    given, fix = "BackboneFinetuning", "remove it; model.freeze freezes weights by name, and model.lora trains adapters"
+    is_split = hasattr(module, "backbone") or not is_ours
+    allowed = f"other callbacks, as {type(module).__name__} has no attribute backbone"
+    require(is_split or given not in found, "trainer.callbacks", given, allowed, fix)
 
 
 def check_callbacks(config: StrategyConfig, trainer: Any, verb: str, is_ours: bool) -> None:
-    """Refuse Lightning callbacks that need whole weights, or that start averaging after the last step.
+    """Refuse Lightning callbacks that need whole weights, start averaging after the last step, or save on one rank.
 
     During their setup, modules of ours (``is_ours``) have no weights yet, whatever the engine.
     """
@@ -60,6 +65,13 @@ def check_callbacks(config: StrategyConfig, trainer: Any, verb: str, is_ours: bo
         given = f"{type(callback).__name__}, whose first update comes after the last of {trainer.max_steps} steps"
         fix = "start averaging earlier: until its first update, the callback returns the initial weights"
         require(_ever_averages(callback, trainer), "trainer.callbacks", given, "averages of trained weights", fix)
+    for callback in trainer.callbacks if verb == "fit" else ():
+        has_option = getattr(callback, "save_on_exception", False)
+        given = type(callback).__name__ + (" with save_on_exception" if has_option else "")
+        given += f" on {trainer.world_size} ranks: the save of a rank that fails waits for the other ranks"
+        fix = "set checkpoint.every_steps instead, in Python lit_fsdp.Checkpoint(every_steps=50); resume from the last"
+        is_alone = trainer.world_size == 1 or not (has_option or isinstance(callback, OnExceptionCheckpoint))
+        require(is_alone, "trainer.callbacks", given, "saves in which all ranks take part", fix)
 
 
 def check_unsharded(module: Any, config: StrategyConfig, num_axes: int, path: str) -> None:

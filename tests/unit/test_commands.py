@@ -7,7 +7,7 @@ import os
 import pytest
 
 from lit_fsdp import __main__, commands
-from lit_fsdp.checkpoint.run_folder import Resume, find_resume
+from lit_fsdp.checkpoint.run_folder import Resume, create_run_folder, find_resume
 from lit_fsdp.checkpoint.store import save_checkpoint
 from lit_fsdp.config.run import CheckpointConfig
 from lit_fsdp.errors import CheckpointError, ConfigError
@@ -74,6 +74,15 @@ def test_who_refuses_a_used_run_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     with pytest.raises(ConfigError, match="has 1 checkpoint"):
         found(None, "used")
+
+
+def test_a_run_folder_that_cannot_be_created_or_written_is_refused(tmp_path, monkeypatch):
+    create_run_folder(tmp_path / "runs/new")
+    (tmp_path / "file").touch()
+    for folder, reason in (("file", "File exists"), ("file/run", "Not a directory"), ("runs", "not writable")):
+        monkeypatch.setattr("os.access", lambda path, mode: path.name != "runs")  # tests may run as root
+        with pytest.raises(ConfigError, match=rf"^trainer.default_root_dir: got {tmp_path / folder} \({reason}\)"):
+            create_run_folder(tmp_path / folder)
 
 
 def test_flags_are_never_abbreviated_and_their_values_are_checked(tmp_path, capsys):

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lit_fsdp import Checkpoint, fsdp_strategy
@@ -73,6 +74,12 @@ def test_other_validations_save_nothing_and_hyperparameters_are_saved_without_se
     checkpoint = {"hyper_parameters": {"lr": 0.1, "api_key": "canary", "layers": (1, 2)}}
     callback.on_save_checkpoint(trainer, Told([]), checkpoint)
     assert checkpoint["hyper_parameters"] == {"lr": 0.1, "api_key": "***", "layers": (1, 2)}
+
+
+def test_a_callback_that_saves_on_errors_removes_nothing_without_one(tmp_path: Path, caplog: Any):
+    callback: Any = OnExceptionCheckpoint(tmp_path)
+    trainer_of(tmp_path, callback, max_steps=1).fit(BoringModel())
+    assert "not removed" not in caplog.text
 
 
 def test_a_strategy_that_writes_other_files_is_refused(tmp_path: Path):

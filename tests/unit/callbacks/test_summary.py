@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, Timer
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, Timer
 from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
 
 from lit_fsdp.callbacks.checkpoint import Checkpoint
@@ -24,7 +24,7 @@ def _peak(monkeypatch: pytest.MonkeyPatch):
 def _trainer(folder: Path, **given: Any) -> Any:
     metrics = {"train_loss": 0.25, "val_loss": 0.5, "lr": 1e-3, "test_loss": 0.75}
     limits = {"global_step": 60, "max_steps": 60, "max_epochs": None, "checkpoint_callback": None, "ckpt_path": None}
-    limits |= {"callbacks": [], "current_epoch": 0, "estimated_stepping_batches": 60}
+    limits |= {"checkpoint_callbacks": [], "callbacks": [], "current_epoch": 0, "estimated_stepping_batches": 60}
     limits |= {"num_training_batches": 60, "accumulate_grad_batches": 1, "should_stop": False}
     limits |= {"strategy": SimpleNamespace(root_device=torch.device("cpu"))}
     module = SimpleNamespace(read_tensor=None)
@@ -49,6 +49,8 @@ def test_a_fit_names_steps_losses_memory_checkpoints_and_the_next_command(tmp_pa
     saved.exported = Path("my runs/export")
     text = summary_of(_trainer(tmp_path, checkpoint_callback=saved), "fit", 1, 0)
     assert text.endswith("next: lit-fsdp generate --model 'my runs/export'")
+    two = {"checkpoint_callback": ModelCheckpoint(), "checkpoint_callbacks": [ModelCheckpoint(), saved]}
+    assert summary_of(_trainer(tmp_path, **two), "fit", 1, 0).endswith(text.partition("\n")[2])  # says it of ours
     own = _trainer(tmp_path, checkpoint_callback=saved, lightning_module=SimpleNamespace())
     assert "next:" not in summary_of(own, "fit", 1, 0)  # of somebody's module nobody knows how it is exported
 

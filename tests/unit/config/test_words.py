@@ -268,6 +268,13 @@ def test_what_lightning_takes_is_said_without_names_of_python():
         assert (error.given, error.allowed) == (given, "a list | a class, as {class_path: NAME, init_args: {...}}")
 
 
+def test_a_function_is_given_by_its_import_path():
+    expected = 'Parser key "batch_size_fn":\n Expected a dot import path string: len\nGiven value: [{}]'
+    error = parser_error(f'Parser key "trainer.callbacks":\n{expected}', ["trainer.callbacks"])
+    assert (error.field, error.given) == ("trainer.callbacks.batch_size_fn", "len")
+    assert error.allowed == "the import path of a function or class"
+
+
 def test_verbs_and_their_flags_are_answered_with_those_that_exist():
     for theirs, ours in {**VERBS, "fine-tune": "fit"}.items():
         assert (theirs in _VERBS, ours.split()[0] in _VERBS) == (False, True)

@@ -34,6 +34,7 @@ def step(tasks_per_node: str, **more: str) -> dict[str, str]:
 
 
 FOUR = {"devices": 2, "num_nodes": 2}
+BY_HAND = {"MASTER_ADDR": "a", "MASTER_PORT": "1", "NODE_RANK": "1"}
 
 
 def test_right():
@@ -46,7 +47,12 @@ def test_right():
         (FOUR, step("2(x2)")),
         ({"devices": 1, "num_nodes": 2}, step("1(x2)", SLURM_DISTRIBUTION="cyclic")),
         *(({"devices": 2}, environment) for environment in (batch(), batch(1), step("1"), step("2"))),
-        (FOUR, {"MASTER_ADDR": "a", "MASTER_PORT": "1", "NODE_RANK": "1"}),
+        (FOUR, BY_HAND),
+        ({"devices": 2}, {"LSB_JOBID": "12", "PMI_SIZE": "1"}),  # a shell that starts the ranks itself
+        (FOUR, {"LSB_JOBID": "12", "JSM_NAMESPACE_SIZE": "4", "OMPI_COMM_WORLD_SIZE": "4"}),
+        ({"devices": 1}, {"OMPI_COMM_WORLD_SIZE": "2"}),  # two runs, as in a search over learning rates
+        (FOUR, {"OMPI_COMM_WORLD_SIZE": "2", **BY_HAND}),
+        (FOUR, {"OMPI_COMM_WORLD_SIZE": "4", "LOCAL_RANK": "1"}),
     ):
         adopt_step(environment)
         assert check_launch(trainer, environment) is None  # nothing is raised
@@ -63,6 +69,12 @@ def test_wrong():
         (FOUR, step("1(x2)"), "trainer.devices", "--ntasks-per-node=2"),
         ({"devices": 4}, batch(4), "command line", "srun lit-fsdp fit ..., and #SBATCH --signal=USR1@120"),
         (FOUR, {}, "trainer.num_nodes", "torchrun --nnodes 2"),
+        (FOUR, {"LSB_JOBID": "12"}, "trainer.num_nodes", "torchrun --nnodes 2"),
+        (FOUR, {"PMI_SIZE": "1"}, "trainer.num_nodes", "torchrun --nnodes 2"),
+        ({"devices": 2}, {"JSM_NAMESPACE_SIZE": "1"}, "trainer.devices", "start 2 processes with jsrun"),
+        ({"num_nodes": 2}, {"JSM_NAMESPACE_SIZE": "3"}, "trainer.devices", "start 2 processes with jsrun"),
+        ({"devices": 2}, {"OMPI_COMM_WORLD_SIZE": "2"}, "command line", "--nproc-per-node 2 on each node, or pip"),
+        (FOUR, {"PMI_SIZE": "4", "MASTER_ADDR": "a"}, "command line", "torchrun --nnodes 2 --nproc-per-node 2"),
         ({"num_nodes": 2}, {"MASTER_ADDR": "a", "NODE_RANK": "0"}, "trainer.num_nodes", "on each node"),
         ({"num_nodes": 2}, step("2,1"), "SLURM_STEP_TASKS_PER_NODE", "--ntasks-per-node=1"),
         (FOUR, step("2(x2)", SLURM_DISTRIBUTION="cyclic:block"), "SLURM_DISTRIBUTION", "--distribution=block"),
@@ -72,6 +84,13 @@ def test_wrong():
             check_launch(trainer, environment)
         assert caught.value.field == field
         assert fix in caught.value.fix
+
+
+def test_mpirun_with_mpi4py_starts_one_process_per_device(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name == "mpi4py")
+    check_launch(FOUR, {"PMI_SIZE": "4"})
+    with pytest.raises(ConfigError, match=r"got 2 on 2 node\(s\), but mpirun started 2 process"):
+        check_launch(FOUR, {"PMI_SIZE": "2"})
 
 
 def test_a_step_says_what_is_true_of_it():

@@ -68,8 +68,27 @@ def test_callbacks_that_copy_a_module_of_ours_before_it_has_weights_are_refused(
     config = StrategyConfig(engine=engine)
     pruning = lightnings.ModelPruning("l1_unstructured")
     for callback in (lightnings.EMAWeightAveraging(), lightnings.StochasticWeightAveraging(swa_lrs=0.1), pruning):
-        trainer = SimpleNamespace(callbacks=[callback], max_steps=-1)
+        trainer = SimpleNamespace(callbacks=[callback], max_steps=-1, world_size=2)
         foreign.check_callbacks(config, trainer, "fit", is_ours=False)
         with pytest.raises(ConfigError, match=f"{type(callback).__name__}, which copies or changes") as error:
             foreign.check_callbacks(config, trainer, "fit", is_ours=True)
         assert ("lit_fsdp.EMAWeights" in str(error.value)) == (callback is not pruning)
+
+
+def test_a_save_of_the_rank_that_fails_is_refused_on_several_ranks() -> None:
+    """It waits for ranks that do not save, so that the run hangs instead of ending."""
+    for callback in (lightnings.OnExceptionCheckpoint("."), lightnings.ModelCheckpoint(save_on_exception=True)):
+        trainer = SimpleNamespace(callbacks=[callback], max_steps=-1, world_size=1)
+        foreign.check_callbacks(StrategyConfig(), trainer, "fit", is_ours=False)
+        trainer.world_size = 2
+        foreign.check_callbacks(StrategyConfig(), trainer, "validate", is_ours=False)
+        with pytest.raises(ConfigError, match=f"{type(callback).__name__}.* on 2 ranks: the save of a rank that fails"):
+            foreign.check_callbacks(StrategyConfig(), trainer, "fit", is_ours=False)
+
+
+def test_a_callback_for_a_backbone_is_refused_for_a_module_of_ours_without_one() -> None:
+    callbacks = [lightnings.BackboneFinetuning()]
+    foreign.check_finders(callbacks, SimpleNamespace())  # of others, Lightning says it
+    foreign.check_finders(callbacks, SimpleNamespace(read_tensor=None, backbone=None))  # a subclass of ours
+    with pytest.raises(ConfigError, match=r"BackboneFinetuning\n.* no attribute backbone\n.* model\.freeze"):
+        foreign.check_finders(callbacks, SimpleNamespace(read_tensor=None))
