@@ -35,7 +35,7 @@ from lit_fsdp.callbacks.stop import StopOnSignal, StopRequested
 from lit_fsdp.callbacks.summary import summary_of
 from lit_fsdp.callbacks.throughput import Throughput
 from lit_fsdp.checkpoint.files import naming
-from lit_fsdp.checkpoint.run_folder import Resume, checkpoints, create_run_folder, find_resume
+from lit_fsdp.checkpoint.run_folder import Resume, check_run_folder, checkpoints, create_run_folder, find_resume
 from lit_fsdp.checkpoint.run_lock import RunLock
 from lit_fsdp.config.command_line import OWN_CLASSES, TRUSTED, read_command_line
 from lit_fsdp.config.data import STAGES, DataConfig
@@ -451,13 +451,16 @@ class RecipeCLI(LightningCLI):
         parsed, trainer, verb = self._section(), self.trainer, str(self.verb)
         folder = Path(parsed.trainer.default_root_dir)
         recipe = self._recipe_text(ckpt_path=None).encode() if verb == "fit" else b""  # not for a new run
+        writes = bool(trainer.loggers) or verb in ("fit", "predict")
+        if writes:
+            check_run_folder(folder)
         if self._has_own_data() and isinstance(self.model, CausalLMModule):
             self.datamodule.attach(self.model.tokenizer, parsed.seed_everything or 0, self.model.is_preference)
             self.datamodule.num_embeddings = self.model.num_embeddings
             self.datamodule.prepare(STAGES[verb])
             if self.samples is not None and verb == "fit":
                 self.samples.read(self.datamodule)
-        if trainer.is_global_zero and (trainer.loggers or verb in ("fit", "predict")):
+        if trainer.is_global_zero and writes:
             create_run_folder(folder)
         if trainer.is_global_zero and verb == "fit":
             RunLock(folder)  # until this process ends

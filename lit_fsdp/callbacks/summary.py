@@ -39,7 +39,8 @@ def summary_of(trainer: Trainer, verb: str, seconds: float, first_step: int) -> 
     shown = [name for name in metrics if name.startswith(prefix)] if prefix else ["train_loss", "val_loss"]
     numbers = "".join(f", {name} {metrics[name]:.4f}" for name in shown if name in metrics)
     if verb != "fit":
-        lines = [f"{verb} {took}{numbers}{memory}; written to {folder / f'{verb}-metrics.csv'}"]
+        path = folder / f"{verb}-metrics.csv"
+        lines = [f"{verb} {took}{numbers}{memory}" + (f"; written to {path}" if path.is_file() else "")]
         if trainer.ckpt_path and isinstance(saved, Checkpoint) and can_export:
             command = ["export", "--ckpt", str(trainer.ckpt_path), "--out", f"{folder}/export/model"]
             lines.append(f"next: lit-fsdp {shlex.join(command)}")

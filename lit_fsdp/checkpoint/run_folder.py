@@ -31,6 +31,7 @@ from lit_fsdp.host import is_first_process, is_launched_by_lightning, is_requeue
 FOLDER = "checkpoints"
 STEP_NAME = re.compile(r"step-(\d+)")
 Mode = Literal["min", "max"]
+_RUN_FOLDER, _WRITABLE = "trainer.default_root_dir", "a folder that can be created and written"
 _log = logging.getLogger(__name__)
 
 
@@ -128,6 +129,16 @@ def choose(
     return order
 
 
+def check_run_folder(run_folder: Path) -> None:
+    """Raise ConfigError if a run folder, or else its nearest parent that exists, cannot be written; on every rank."""
+    fix = "write a path; copy finished runs to object storage"
+    require(not re.match(r"[a-z0-9]+:/", str(run_folder)), _RUN_FOLDER, run_folder, "a folder of a file system", fix)
+    nearest = next(one for one in (run_folder, *run_folder.absolute().parents) if os.path.exists(one))
+    reason = "not writable" if os.path.isdir(nearest) else "Not a directory"
+    is_writable = os.path.isdir(nearest) and os.access(nearest, os.W_OK | os.X_OK)
+    require(is_writable, _RUN_FOLDER, f"{run_folder} ({nearest}: {reason})", _WRITABLE)
+
+
 def create_run_folder(run_folder: Path) -> None:
     """Create a run folder, unless it exists; raises ConfigError if it cannot be created or written."""
     try:
@@ -135,8 +146,7 @@ def create_run_folder(run_folder: Path) -> None:
         reason = "" if os.access(run_folder, os.W_OK | os.X_OK) else "not writable"
     except OSError as error:
         reason = error.strerror or str(error)
-    given, allowed = f"{run_folder} ({reason})", "a folder that can be created and written"
-    require(not reason, "trainer.default_root_dir", given, allowed)
+    require(not reason, _RUN_FOLDER, f"{run_folder} ({reason})", _WRITABLE)
 
 
 def saved_config(run_folder: Path) -> CheckpointConfig:

@@ -91,6 +91,8 @@ def run_generate(argv: Sequence[str]) -> int:
     parser.add_argument("--trust_remote_code", action="store_true", help="run Python code of the base or model")
     parser.add_argument("--prompt", help="user message; default: chat, one message per line of standard input")
     parser.add_argument("--system", help="system message")
+    text = "continue the prompt as plain text, without chat template, as for rows of plain prompts and completions"
+    parser.add_argument("--raw", action="store_true", help=text)
     parser.add_argument("--max_new_tokens", type=int, default=256, help="maximum answer length in tokens (default 256)")
     text = "sample with this temperature, > 0; default: greedy, the likeliest token each time"
     parser.add_argument("--temperature", type=float, help=text)
@@ -99,6 +101,9 @@ def run_generate(argv: Sequence[str]) -> int:
     parser.add_argument("--seed", type=int, help="with --temperature: seed of the sampling (default 0)")
     options = parse(parser, argv)
     most, sampling = options.max_new_tokens, _sampling(options)
+    require(
+        not (options.raw and options.system), "--system", "with --raw", "only one of them", "drop --raw or --system"
+    )
     require(most >= 1, "--max_new_tokens", most, ">= 1", "write --max_new_tokens 256")
     with heavy_imports():
         from torch import manual_seed
@@ -109,7 +114,13 @@ def run_generate(argv: Sequence[str]) -> int:
     disable_progress_bar()
     manual_seed(options.seed or 0)
     chat = Chat(
-        options.model, options.system, options.max_new_tokens, options.base, sampling, options.trust_remote_code
+        options.model,
+        options.system,
+        options.max_new_tokens,
+        options.base,
+        sampling,
+        options.trust_remote_code,
+        options.raw,
     )
     if options.prompt is not None:
         print(answer := chat.answer(options.prompt))

@@ -94,12 +94,6 @@ def run_plan(argv: Sequence[str]) -> int:
         value, flag = getattr(options, name), f"--{name.replace('_', '-')}"
         require(value is None or value > 0, flag, value, "a number greater than 0")
     require(not (options.savings and options.json), "--json", "with --savings", "only one of them")
-    require(
-        not (options.savings and options.host_memory),
-        "--host-memory",
-        "with --savings, which compares the memory of GPUs",
-        "only one of them",
-    )
     if options.gpu or options.memory:
         words.append("--trainer.accelerator=gpu")
     gpus, nodes = _gpus_and_nodes(options)
@@ -110,7 +104,6 @@ def run_plan(argv: Sequence[str]) -> int:
     run = dataclasses.replace(run, data=data, trainer={**run.trainer, "accumulate_grad_batches": None})
     gc.set_threshold(100_000)  # there is little garbage, and collecting it takes a fifth of the time
     with heavy_imports():
-        from lit_fsdp.audit import device_type
         from lit_fsdp.metrics.hardware import host_bytes
         from lit_fsdp.plan import memory, search
 
@@ -119,19 +112,30 @@ def run_plan(argv: Sequence[str]) -> int:
     is_sized = gib or not (options.search or options.write)
     require(is_sized, "--search, --write", "no GPU memory size", "--gpu NAME or --memory GIB", "add --gpu h100-80gb")
     found = memory.rank_memory(run)
-    if options.savings:
-        _print_savings(run, found, gib, gpu)
-        return 0
-    taken, host = memory.step_time(run, gpu), memory.host_memory(run)
-    on_cpu, host_gib = device_type(run) == "cpu", options.host_memory or math.inf
+    on_cpu, host_gib = run.trainer.get("accelerator") == "cpu", options.host_memory or math.inf
     if on_cpu and not options.host_memory:
         host_gib = host_bytes() / 2**30
+    host = memory.host_memory(run)
     too_much = host["total"] / 2**30 - host_gib * memory.HOST_USABLE
+    fits_host = "fits" if too_much <= 0 else f"does not fit: exceeds it by {too_much:.1f} GiB"
+    fits_host = f"a host of {host_gib:.4g} GiB ({memory.HOST_USABLE:.0%} of it usable): {fits_host}"
+    if options.savings:
+        given = "with --savings, which compares the memory of GPUs"
+        require(on_cpu or not options.host_memory, "--host-memory", given, "only one of them")
+        room = found.room(gib) if gib else None
+        if on_cpu:  # of one rank, as the ranks of a node share its memory
+            room = -too_much * 2**30 * run.num_nodes / (run.world_size or 1)
+            print(f"this recipe on {fits_host}.")
+        _print_savings(run, found, room, gib, gpu)
+        return 0
+    taken = memory.step_time(run, gpu)
     record: dict[str, Any] = {
         "gpu": None if gpu is None else dataclasses.asdict(gpu),
         "memory_gib": gib,
-        "memory": {**dataclasses.asdict(found), "peak": found.peak, "overhead": memory.OVERHEAD_BYTES},
+        "memory": {**dataclasses.asdict(found), "peak": found.peak, "overhead": memory.OVERHEAD_BYTES * (not on_cpu)},
         "host": host,
+        "host_memory_gib": host_gib if host_gib < math.inf else None,
+        "fits_host": too_much <= 0,
         "zero": memory.zero_table(run),
         "step": taken,
     }
@@ -142,8 +146,7 @@ def run_plan(argv: Sequence[str]) -> int:
         record["experts"] = sent
         lines.append(_experts(sent))
     if host_gib < math.inf:
-        verdict = "fits" if too_much <= 0 else f"does not fit: exceeds it by {too_much:.1f} GiB"
-        lines.append(f"this recipe on a host of {host_gib:.4g} GiB ({memory.HOST_USABLE:.0%} of it usable): {verdict}")
+        lines.append(f"this recipe on {fits_host}")
     if taken is not None:
         lines.append(_speed(taken))
     elif gpu is not None:
@@ -194,23 +197,28 @@ def _gpus_and_nodes(options: argparse.Namespace) -> tuple[int | None, int | None
     return gpus, nodes
 
 
-def _print_savings(run: RunConfig, found: RankMemory, gib: float | None, gpu: Gpu | None) -> None:
-    """Print the options that save memory, and a combination if none is enough alone."""
+def _print_savings(run: RunConfig, found: RankMemory, room: float | None, gib: float | None, gpu: Gpu | None) -> None:
+    """Print the options that save memory, and for GPUs a combination if none is enough alone.
+
+    The ``room`` is the free memory of a rank in bytes, negative if the run does not fit, None if the size is unknown.
+    """
+    from lit_fsdp.audit import device_type
     from lit_fsdp.plan import memory, search
 
-    lighter = [["less", *(["then fits"] if gib else []), "what changes", "to paste"]]
+    is_sized = room is not None
+    lighter = [["less", *["then fits"] * is_sized, "what changes", "to paste"]]
     for one in search.savings(run):
         saved = one["num_bytes"]
-        then = [] if gib is None else ["?" if saved is None else "no" if found.room(gib) + saved < 0 else "yes"]
+        then = [] if room is None else ["?" if saved is None else "no" if room + saved < 0 else "yes"]
         lighter.append(["?" if saved is None else size_words(saved), *then, one["remark"], one["flags"]])
     if len(lighter) == 1:
-        lighter.append(["-", *(["-"] if gib else []), "no other option of the planner", "-"])
-    peak = size_words(found.peak + memory.OVERHEAD_BYTES)
+        lighter.append(["-", *["-"] * is_sized, "no other option of the planner", "-"])
+    peak = size_words(found.peak + memory.OVERHEAD_BYTES * (device_type(run) != "cpu"))
     fits = f"; it {_verdict(found, gib)}" if gib else ""
     print(f"predicted peak per rank ({found.step.moment}): {peak}{fits}.")
     print("Each of these options alone saves memory; try them in this order:")
     print(columns(lighter, right=("less",)))
-    if gib and found.room(gib) < 0 and not any("yes" in row for row in lighter):
+    if gib and (room or 0) < 0 and not any("yes" in row for row in lighter):
         best, _ = search.recommend(run, gib, gpu, False)
         flags = search.flags_of(best["changes"]) if best else ["none; lit-fsdp plan --search also tries adapters"]
         print(f"None of them is enough alone. A combination that fits: {' '.join(flags)}")
@@ -264,9 +272,9 @@ def _too_large(tried: Mapping[str, Any], host_gib: float) -> str:
 
     host = tried["host"] / 2**30
     if host > host_gib * HOST_USABLE:
-        return f"another choice does not fit: {tried['choice']}: {host:.0f} GiB of host memory per node"
+        return f"{tried['choice']} does not fit: it needs {host:.0f} GiB of host memory per node"
     least = (tried["peak"] + OVERHEAD_BYTES) / 2**30
-    return f"another choice does not fit: {tried['choice']}: at least {least:.1f} GiB per GPU"
+    return f"{tried['choice']} does not fit: it needs at least {least:.1f} GiB per GPU"
 
 
 def _verdict(found: RankMemory, gib: float) -> str:
@@ -302,6 +310,7 @@ def _memory_table(found: RankMemory, host: Mapping[str, int]) -> str:
     from lit_fsdp.plan.memory import OVERHEAD_BYTES
 
     step, where = found.step, " (in host memory)" if found.offloads else ""
+    overhead = 0 if "peaks" in host else OVERHEAD_BYTES
     kinds = [
         (f"parameters{where}", found.parameters),
         (f"optimizer state{where}", found.optimizer),
@@ -311,8 +320,8 @@ def _memory_table(found: RankMemory, host: Mapping[str, int]) -> str:
         ("peak of head, logits and loss", step.loss),
         ("gathered weights, in use and prefetched", step.gathered),
         ("gradients being reduced", step.reduced),
-        ("framework (assumed: context, NCCL, cuBLAS)", OVERHEAD_BYTES),
-        (f"peak of the device ({step.moment}; block and head peaks do not coincide)", found.peak + OVERHEAD_BYTES),
+        *([("framework (assumed: context, NCCL, cuBLAS)", overhead)] if overhead else []),
+        (f"peak of the device ({step.moment}; block and head peaks do not coincide)", found.peak + overhead),
         (f"between steps{where}", found.parameters + found.optimizer + found.gradients),
         ("while loading", found.parameters + found.largest_tensor),
         ("host of a node: state of cpu_offload", host["state"]),

@@ -56,7 +56,7 @@ def adapt_to_miniature(trainer: Any, strategy: Any, model: Any, data: Any) -> li
         wrap = strategy.wrap
         if not isinstance(wrap, (str, list)) and (wrap["min_num_params"] or 0) > _SMALL_UNIT:
             replace(wrap, f"{STRATEGY}.wrap", "min_num_params", _SMALL_UNIT, "the miniature is small")
-        if isinstance(model.name, str) and os.path.exists(model.name):  # its tokenizer and embedding are kept
+        if isinstance(model.name, str) and os.path.isdir(model.name):  # its tokenizer and embedding are kept
             replace(strategy, STRATEGY, "wrap", _with_large_root(wrap), "the miniature keeps the full vocabulary")
     if on_cpu and model.attn_implementation in GPU_ATTENTION:
         why = f"{model.attn_implementation} trains on GPUs only"

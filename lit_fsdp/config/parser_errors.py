@@ -116,6 +116,8 @@ def _unknown_key(name: str, key: str, message: str, every: set[str]) -> ConfigEr
     near = {"model": "model.name", "data": "data.train"}.get(near or "", near)
     if parent == "model" and name.rpartition(".")[2] in {field.name for field in dataclasses.fields(LoraConfig)}:
         near = f"model.lora.{name.rpartition('.')[2]}"  # unknown to the parser if lora is null
+    if parent == "model" and f"model.optim.{name.rpartition('.')[2]}" in every:
+        near = f"model.optim.{name.rpartition('.')[2]}"
     typo = "" if near or full.startswith(_LISTS) else fix_of_typo(wanted_key)
     fix = f"write {near}" if near else typo or "remove it"
     fix = ELSEWHERE.get(wanted_key.rpartition(".")[2].replace("-", "_"), fix) if not is_known else fix

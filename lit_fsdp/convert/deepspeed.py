@@ -205,7 +205,8 @@ def _put_rest(conversion: Conversion, source: Source, values: dict[str, Any], ra
 def _check_batches(conversion: Conversion, source: Source, ranks: int | None) -> None:
     """Check that the batch sizes agree, as DeepSpeed does; in a Trainer's file, with those of its own keys, too."""
     whole, key = source.look("train_batch_size"), source.written("train_batch_size")
-    if whole in (None, "auto"):
+    parallel = [source.look(name) for name in ("sequence_parallel_size", "tensor_parallel", "autotp_size")]
+    if whole in (None, "auto") or not {*map(str, parallel)} <= {"None", "1"}:  # ranks that share rows
         return
     sizes: dict[str, Any] = {"ranks": ranks}
     for name, path in (("train_micro_batch_size_per_gpu", "data.micro_batch_size"),

@@ -108,9 +108,12 @@ def prepare_rows(sources: Sources, config: DataConfig, encoder: RowEncoder) -> T
         (folder / "meta.json").write_text(json.dumps(meta, indent=1), encoding="utf-8")
 
     rows = open_rows(make_once(root / "data" / fingerprint, make, f"tokenizing {name}"))
-    for made, source in zip(rows.meta["sources"], found, strict=True):  # the same rows may have another name by now
-        refused = [line.replace(f"{made['name']}:", f"{source.name}:", 1) for line in rows.meta["refused"]]
-        rows.meta["refused"], made["name"] = refused, source.name
+    # the same rows may have another name by now
+    names = {made["name"]: source.name for made, source in zip(rows.meta["sources"], found, strict=True)}
+    rows.meta["sources"] = [{**made, "name": names[made["name"]]} for made in rows.meta["sources"]]
+    for number, line in enumerate(rows.meta["refused"]):
+        before = next((name for name in sorted(names, key=len, reverse=True) if line.startswith(f"{name}:")), "")
+        rows.meta["refused"][number] = names.get(before, before) + line.removeprefix(before)
     say_dropped(rows.meta["refused"])
     return rows
 

@@ -35,9 +35,8 @@ _TABLE_ROWS = 250
 _TABLES = {".parquet": "parquet", ".arrow": "arrow"}
 _SEPARATORS = {".csv": ",;\t", ".tsv": "\t"}
 """Separators in the order in which they are tried: Excel writes the list separator of the user's region."""
+_SPREADSHEETS = (".xlsx", ".xls", ".ods", ".numbers")
 _NOT_SUPPORTED = (".bz2", ".xz", ".zst", ".zip")
-_OF_DATASETS = ("dataset_info.json", "dataset_infos.json", "state.json")
-"""Files with metadata of a data set."""
 KINDS = (".jsonl", ".ndjson", ".json", ".txt", *_TABLES, *_SEPARATORS)
 """File extensions of row files; the extension ``.gz`` may follow."""
 
@@ -52,6 +51,8 @@ def read_file(path: str, start: int = 0) -> Iterator[RawRow]:
     kind = kind_of(path)
     if kind in _NOT_SUPPORTED:
         raise DataError(f"{path}: compression {kind} is not supported\n  allowed: .gz\n  fix:     decompress it")
+    if kind in _SPREADSHEETS:
+        raise DataError(f"{path}: spreadsheets are not supported\n  allowed: CSV\n  fix:     save it as CSV in UTF-8")
     if kind in _TABLES:
         import datasets
 
@@ -106,17 +107,20 @@ def files_of_split(folder: str, split: str) -> list[str]:
 
 def _say_unread(folder: str, found: dict[str, list[str]]) -> None:
     """Warn about row files that ``datasets`` leaves out: it reads those of the most frequent kind."""
+    if not is_first_process():
+        return
     readme = Path(folder, "README.md")
     if readme.is_file() and re.search("^configs:", readme.read_text(encoding="utf-8", errors="replace"), re.M):
         return  # which lists the files
     read = {Path(file).resolve() for files in found.values() for file in files}
-    kinds = (*_TABLES, *_SEPARATORS, ".jsonl", ".ndjson", ".json")
+    kinds = (*_TABLES, *_SEPARATORS, ".jsonl", ".ndjson")  # a .json file may be a configuration
     there = (file for file in Path(folder).rglob("*") if kind_of(str(file)) in kinds and file.resolve() not in read)
-    others = sorted(str(file.relative_to(folder)) for file in there if file.name not in _OF_DATASETS)
+    others = sorted(str(file.relative_to(folder)) for file in there)
     names = [name for name in others if not re.search(r"(^|/)(\.|__)", name)]  # hidden
-    if names and is_first_process():
+    if names:
         shown = ", ".join([*names[:5], *["…"] * (len(names) > 5)])
-        text = f"{folder}: files that are not read, because datasets reads one kind of file in a folder: {shown}"
+        why = "because datasets reads one kind of file in a folder, and chooses by the names of splits"
+        text = f"{folder}: files that are not read, {why}: {shown}"
         say_once(f"{text}\n  fix:     list the sources: data.train: [{folder}, {folder}/{names[0]}]")
 
 

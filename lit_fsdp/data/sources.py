@@ -74,7 +74,8 @@ class Source:
         for ours, theirs in (self.columns or {}).items():
             if ours not in there:
                 names = sorted({(self.columns or {}).get(name, name) for name in there})
-                near = get_close_matches(theirs, names, n=1)
+                others = set((self.columns or {}).values()) - {theirs}
+                near = get_close_matches(theirs, names, n=1) if others <= {*names} else []
                 whole = {**(self.columns or {}), ours: near[0]} if near else {}
                 shown = yaml.safe_dump(
                     whole, default_flow_style=True, sort_keys=False, allow_unicode=True, width=10_000

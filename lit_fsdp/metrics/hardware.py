@@ -61,6 +61,13 @@ def host_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
+def swap_bytes() -> int:
+    """Swap space of this host in bytes; 0 if the kernel does not report it."""
+    file = Path("/proc/meminfo")
+    found = re.search(r"^SwapTotal: *(\d+) kB", file.read_text(encoding="ascii"), re.M) if file.is_file() else None
+    return int(found[1]) * 1024 if found else 0
+
+
 def peak_host_bytes() -> int:
     """Largest resident set of this process so far, in bytes (``VmHWM``); 0 if the kernel does not report it."""
     # not getrusage: there a fork starts with its parent's peak

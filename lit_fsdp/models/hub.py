@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from huggingface_hub import HfApi, errors, snapshot_download
+from safetensors import SafetensorError
 
 from lit_fsdp.errors import ConfigError, require
+from lit_fsdp.exit_codes import is_out_of_memory
 from lit_fsdp.redaction import redact
 
 TOKENIZER_FILES = ("tokenizer*", "vocab.*", "*.model", "*.tiktoken", "tekken.json")
@@ -21,7 +23,7 @@ _FILES = {"config": ("config.json",), "tokenizer": _TOKENIZER, "model": (*_TOKEN
 _OTHER_FORMATS = ["consolidated*", "original/*", "onnx/*", "*/*.safetensors"]
 _UNREADABLE = (
     *(ImportError, OSError, ValueError, LookupError, TypeError, RuntimeError),
-    *(errors.StrictDataclassError, pickle.UnpicklingError),
+    *(errors.StrictDataclassError, pickle.UnpicklingError, SafetensorError),
 )
 _NETWORK_ERROR: Any = errors.HfHubHTTPError.__bases__[0]  # of the HTTP library that huggingface_hub uses
 
@@ -55,7 +57,7 @@ def fetch(
             field,
             f"{name}, which could not be fetched ({redact(' '.join(str(error).split()))[:300]})",
             "a folder, GGUF file or config .json that exists, or a repository that can be reached or is in the cache",
-            "for a gated model accept its terms on the hub and run hf auth login; without a network here run"
+            "for a gated model, accept its terms on the hub, then run hf auth login; without a network, run"
             f" lit-fsdp model prepare --name {name} on a machine with network and the same HF_HOME, or set model.name"
             " to a folder or GGUF file, such as that of make quickstart in runs/quickstart-data",
         ) from error
@@ -105,6 +107,8 @@ def reading(
     try:
         yield
     except _UNREADABLE as error:
+        if is_out_of_memory(error):
+            raise
         if isinstance(error, ImportError):  # transformers describes the missing package, Python sets its name
             missing = "'lit-fsdp[gguf]'" if "gguf" in str(error).lower() else error.name
             fix = f"pip install {missing}" if missing else "install the package named in the error"

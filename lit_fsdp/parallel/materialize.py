@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import math
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -12,12 +15,14 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from lit_fsdp.config.model import OptimConfig
 from lit_fsdp.errors import require
-from lit_fsdp.host import return_freed_memory, size_words
-from lit_fsdp.metrics.hardware import host_bytes, is_accelerator
+from lit_fsdp.host import is_first_process, return_freed_memory, size_words
+from lit_fsdp.metrics.hardware import host_bytes, is_accelerator, swap_bytes
 from lit_fsdp.models.optimizers import state_bytes
 from lit_fsdp.models.weights import seeded
 from lit_fsdp.parallel.units import tied_names
 
+_log = logging.getLogger(__name__)
+_QUIET_SECONDS = 15.0
 _TRIM_BYTES = 32 * 2**20
 Reader = Callable[[str, nn.Module, str, slice | None], torch.Tensor]
 """Reads a parameter or buffer, or only rows of it, on the CPU, given module name, module, attribute and rows."""
@@ -32,6 +37,8 @@ class Materializer:
         self.first_name = tied_names(model)
         self._tied: dict[str, nn.Parameter] = {}
         self._read_bytes = 0
+        self._num_params = sum(1 for _ in model.parameters())
+        self._num_filled, self._told = 0, time.monotonic()
 
     def fill_all(self) -> None:
         """:meth:`fill` every module."""
@@ -54,10 +61,19 @@ class Materializer:
             filled = self._tied[first] if first in self._tied else self._parameter(name, module, attribute, param)
             if first in self.first_name.values():
                 self._tied[first] = filled
+            self._tell()
             setattr(module, attribute, filled)  # not by _parameters: an LSTM keeps a second list of parameters
         for attribute, buffer in list(module._buffers.items()):
             if buffer is not None and buffer.is_meta:
                 module._buffers[attribute] = self.read(name, module, attribute, None).to(self.device)
+
+    def _tell(self) -> None:
+        """Log the progress of the first rank, which may take minutes."""
+        self._num_filled += 1
+        if time.monotonic() - self._told > _QUIET_SECONDS:
+            self._told = time.monotonic()
+            if is_first_process():
+                _log.info("loading weights: %d of %d parameters", self._num_filled, self._num_params)
 
     @torch.no_grad()
     def _parameter(self, name: str, module: nn.Module, attribute: str, param: nn.Parameter) -> nn.Parameter:
@@ -80,7 +96,7 @@ def check_memory(
     """Refuse to load a model on meta whose state alone does not fit in the memory of ``device``.
 
     Counts one rank's part, of ``num_shards``, of the parameters and, for training with ``optim``, of their gradients
-    and of the state of a known optimizer. The ``num_local`` ranks of a host share its physical memory.
+    and of the state of a known optimizer. The ``num_local`` ranks of a host share its memory and swap space.
 
     Raises:
         ConfigError: The state is larger than the memory.
@@ -96,13 +112,11 @@ def check_memory(
                 "parameters, gradients and optimizer state",
                 needed + sum(kept(p, p.numel()) for p in trained),
             )
+    memory, where = (host_bytes() + swap_bytes()) / num_local, "of this host"
+    where += f", divided by its {num_local} ranks" * (num_local > 1)
     if is_accelerator(device):
-        memory, where = torch.get_device_module(device).get_device_properties(device).total_memory, f"of {device}"
-    else:
-        memory, where = (
-            host_bytes() / num_local,
-            "of this host" + f", divided by its {num_local} ranks" * (num_local > 1),
-        )
+        properties = getattr(torch.get_device_module(device), "get_device_properties", None)  # not of MPS
+        memory, where = properties(device).total_memory if properties else math.inf, f"of {device}"
     given = f"a model with at least {size_words(needed / num_shards)} of {kinds} per rank"
     fix = "run lit-fsdp plan --savings with this recipe for options that save memory; or use more ranks"
     require(needed <= memory * num_shards, "model", given, f"{size_words(memory)}, the memory {where}", fix)

@@ -100,6 +100,7 @@ def data_table(record: Mapping[str, Any]) -> Table:
         table.caption = "prompts and completions in plain text get no chat template; to get it, write them as messages"
         if "preference" not in formats:
             table.caption += ", or map their columns to instruction and output (data.columns)"
+        table.caption += "; without it, ask the model with lit-fsdp generate --raw"
     return table
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import html
 import io
@@ -130,7 +131,7 @@ def write_page(runs: Sequence[RunFiles], out: Path) -> None:
     if several:
         flat = [dict(leaves(run.recipe)) for run in runs]
         keys = dict.fromkeys(key for values in flat for key in values)
-        differing = [key for key in keys if len({str(values.get(key)) for values in flat}) > 1]  # a flag may give text
+        differing = [key for key in keys if any(_read(values.get(key)) != _read(flat[0].get(key)) for values in flat)]
         columns = [{key: json.dumps(values.get(key), ensure_ascii=False) for key in differing} for values in flat]
         parts.append(_beside("Where the recipes differ", names, columns) or "<p>The recipes are equal.</p>")
     ends = [curve.last_step for run in runs if (curve := run.metrics.get("train_loss"))]
@@ -163,6 +164,13 @@ def _write(title: str, parts: Iterable[str], out: Path) -> None:
     page = f"<!DOCTYPE html>\n<html lang=en><head>{head}<style>{style}</style></head>\n"
     page += f"<body><h1>{_text(title)}</h1>\n{body}\n</body></html>\n"
     replace_bytes(out, page.encode(errors="xmlcharrefreplace"))
+
+
+def _read(value: Any) -> Any:
+    """The value that a text is, as flags give."""
+    with contextlib.suppress(yaml.YAMLError):
+        return yaml.safe_load(value) if isinstance(value, str) else value
+    return value
 
 
 def _facts(run: RunFiles) -> dict[str, str]:

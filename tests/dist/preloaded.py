@@ -23,6 +23,7 @@ import signal
 import socket
 import sys
 import threading
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -115,11 +116,13 @@ def _fit_without_others(folder: Path) -> None:
     import torch
     import torch.distributed as dist
     from lightning.pytorch import Trainer
+    from torch.distributed.tensor import _redistribute
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from lit_fsdp import CausalLMModule, fsdp_strategy
     from lit_fsdp.host import say_once
+    from lit_fsdp.parallel.norms import STRATEGIES
     from tests.dist.jobs import TinyData
     from tests.dist.reference import TINY
 
@@ -137,18 +140,25 @@ def _fit_without_others(folder: Path) -> None:
                 param.grad = torch.zeros_like(param)
 
     env, quiet = dict(os.environ), {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    random_state = torch.get_rng_state(), random.getstate()
+    random_state, excepthook = (torch.get_rng_state(), random.getstate()), sys.excepthook
     TINY.save_pretrained(folder / "tiny")
     logging.disable()
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", NODE_RANK="0")
-    for engine in ("fsdp2", "fsdp1"):
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-        module = ForwardOnly(name=str(folder / "tiny" / "config.json"), optim={"lr": 1e-3})
-        options: dict[str, Any] = {"accelerator": "cpu", "devices": 2, "max_steps": 1, "enable_checkpointing": False}
-        trainer = Trainer(strategy=fsdp_strategy(engine=engine), use_distributed_sampler=False, **options, **quiet)
-        trainer.fit(module, datamodule=TinyData())
-        dist.destroy_process_group()
-    _clear_sharding_prop_cache()  # which holds groups
+    with warnings.catch_warnings():
+        for engine in ("fsdp2", "fsdp1"):
+            dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+            module = ForwardOnly(name=str(folder / "tiny" / "config.json"), optim={"lr": 1e-3})
+            options: dict[str, Any] = {"accelerator": "cpu", "devices": 2, "max_steps": 1}
+            options |= {"enable_checkpointing": False, "use_distributed_sampler": False}
+            trainer = Trainer(strategy=fsdp_strategy(engine=engine), **options, **quiet)
+            trainer.fit(module, datamodule=TinyData())
+            dist.destroy_process_group()
+    _clear_sharding_prop_cache()  # what follows depends on the rank
+    _redistribute._gen_transform_infos.cache_clear()
+    if hasattr(_redistribute, "clear_redistribute_planner_cache"):  # not in torch 2.11
+        _redistribute.clear_redistribute_planner_cache()
+    STRATEGIES.clear()
+    sys.excepthook = excepthook
     say_once.cache_clear()
     logging.disable(logging.NOTSET)
     torch.set_rng_state(random_state[0])

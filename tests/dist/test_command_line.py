@@ -80,7 +80,9 @@ def test_a_monitor_that_the_first_validation_does_not_log(tmp_path: Path) -> Non
     done = lit_fsdp("fit", *SMOKE, *words, "--ckpt_path", "last", cwd=tmp_path, python=server().python)
     assert done.returncode == 2
     assert "fix:     set its monitor to a metric that validation logs, such as val_loss" in done.stderr
-    text = "a step has 2 micro-batches instead of 4, so trainer.val_check_interval 4 is now 2 steps, not 1"
+    text = (
+        "a step has 2 micro-batches instead of 4, so trainer.val_check_interval: 4 validates every 2 steps, not every 1"
+    )
     assert done.stderr.count(text) == 1
     assert "Traceback" not in done.stderr
 

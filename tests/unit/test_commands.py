@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 
 from lit_fsdp import __main__, commands
-from lit_fsdp.checkpoint.run_folder import Resume, create_run_folder, find_resume
+from lit_fsdp.checkpoint.run_folder import Resume, check_run_folder, create_run_folder, find_resume
 from lit_fsdp.checkpoint.store import save_checkpoint
 from lit_fsdp.config.run import CheckpointConfig
 from lit_fsdp.errors import CheckpointError, ConfigError
@@ -83,6 +84,17 @@ def test_a_run_folder_that_cannot_be_created_or_written_is_refused(tmp_path, mon
         monkeypatch.setattr("os.access", lambda path, mode: path.name != "runs")  # tests may run as root
         with pytest.raises(ConfigError, match=rf"^trainer.default_root_dir: got {tmp_path / folder} \({reason}\)"):
             create_run_folder(tmp_path / folder)
+    check_run_folder(tmp_path / "more/new")
+    assert not (tmp_path / "more").exists()  # every rank checks, the first one creates
+    for folder, nearest, reason in (
+        ("file", "file", "Not a directory"),
+        ("file/run", "file", "Not a directory"),
+        ("runs/a/b", "runs", "not writable"),
+    ):
+        with pytest.raises(ConfigError, match=rf"{tmp_path / folder} \({tmp_path / nearest}: {reason}\)"):
+            check_run_folder(tmp_path / folder)
+    with pytest.raises(ConfigError, match=r"got s3:/bucket/run\n.*a folder of a file system"):
+        check_run_folder(Path("s3://bucket/run"))
 
 
 def test_flags_are_never_abbreviated_and_their_values_are_checked(tmp_path, capsys):

@@ -92,6 +92,8 @@ def test_a_fit_that_epochs_ended_before_max_steps_says_so(tmp_path: Path):
 
 def test_the_other_verbs_name_their_numbers_and_files(tmp_path: Path):
     trainer = _trainer(tmp_path)
+    assert "written" not in summary_of(trainer, "validate", 2, 0)  # without a logger
+    (tmp_path / "validate-metrics.csv").touch()
     assert summary_of(trainer, "validate", 2, 0) == (
         f"validate took 0:00:02, val_loss 0.5000, peak memory 2.00 GiB per rank; "
         f"written to {tmp_path}/validate-metrics.csv"

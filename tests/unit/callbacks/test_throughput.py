@@ -141,7 +141,7 @@ def test_no_made_up_share(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a peak that is unknown, of what the compiler chooses to recompute, of somebody else's module."""
     for device, name, shown in (("cpu", "", "CPU"), ("cuda", "Some GPU", "Some GPU")):
         found, said = meter(Module(), device, name)
-        assert said == f"MFU is not logged: no peak rate is known for bf16 on {shown}"
+        assert said == f"MFU (share of the peak rate) is not logged: the bf16 rate of {shown} is unknown"
         assert list(found.rates(COUNTS, 1.0)) == ["model_tflops_per_rank"]
     found, said = meter(nn.Linear(2, 2), "cuda", "NVIDIA H200")
     assert said == "MFU is not logged, as FLOPs are not counted: the module contains no transformers model"

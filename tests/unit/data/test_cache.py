@@ -70,6 +70,16 @@ def test_dropped_rows_are_named_in_the_file_that_is_read(small, tmp_path, caplog
         _prepare(small, source, on_bad_row="drop")
         assert f"{source}:2: " in caplog.text
     assert "first.jsonl" not in caplog.text
+    caplog.clear()
+    rows = [source.read_text(), source.read_text()]
+    for folder in (tmp_path / "a", tmp_path / "a" / "a"):  # a name within another one, and both within the new ones
+        folder.mkdir()
+        given = [str(_written(folder / "a.jsonl", rows[0])), str(_written(folder / "b-a.jsonl", rows[1]))]
+        config = DataConfig(train=given, cache_dir=str(tmp_path / "both"), on_bad_row="drop")
+        prepare_rows(given, config, encoder_of(small, config, TEMPLATE))
+        said = [one.getMessage().partition(": ")[2].rpartition(":2")[0] for one in caplog.records]
+        assert [line.partition(":2:")[0] for line in said] == given
+        caplog.clear()
 
 
 @pytest.fixture

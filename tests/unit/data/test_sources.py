@@ -134,6 +134,8 @@ def test_files_that_are_not_utf8_or_compressed_otherwise_say_what_to_do(tmp_path
     for name, text in (("b.jsonl", '{"text": "a"}'), ("b.csv", "text\na\n"), ("b.json", '[{"text": "a"}]')):
         with pytest.raises(DataError, match=r"with iconv -f UTF-16 -t UTF-8$"):
             _ = find_sources(str(_write(tmp_path / name, text.encode("utf-16"))))[0].row_format
+    with pytest.raises(DataError, match=r"rows\.xlsx: spreadsheets are not supported\n.*\n  fix:     save it as CSV"):
+        _read(_write(tmp_path / "rows.xlsx", b"PK"))
     for suffix in (".bz2", ".xz", ".zst", ".zip", ".ZIP"):
         path = _write(tmp_path / f"rows.jsonl{suffix}", b"BZh9")
         with pytest.raises(DataError) as error:
@@ -241,7 +243,7 @@ def test_files_that_datasets_leaves_out_of_a_folder_are_named(tmp_path: Path, ca
     (folder / "more").mkdir()
     write_rows(folder / "more/e.parquet", [{"text": "e"}])
     assert {"text": "e"} not in _rows(folder)
-    wanted = f"one kind of file in a folder: more/e.parquet\n  fix:     list the sources: data.train: [{folder}, "
+    wanted = f"chooses by the names of splits: more/e.parquet\n  fix:     list the sources: data.train: [{folder}, "
     assert wanted in capsys.readouterr().err
     _rows(folder)
     assert capsys.readouterr().err == ""  # once

@@ -9,6 +9,7 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from lit_fsdp.__main__ import main
@@ -40,6 +41,28 @@ def test_length_is_limited_and_an_end_mark_stops(ask):
     assert len(tokenizer(answer(5))["input_ids"]) == 5  # all logits equal: always the first token
     model.generation_config.eos_token_id = 0  # that first token: the model's own end mark counts too
     assert answer(5) == tokenizer.decode([0]).strip()
+
+
+def test_a_raw_prompt_is_plain_text_after_bos_without_template(ask, monkeypatch, tmp_path):
+    model, tokenizer, _ = ask
+    tokenizer.add_tokens(["<|bos|>"], special_tokens=True)
+    model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    bos, eos = tokenizer.convert_tokens_to_ids("<|bos|>"), tokenizer.eos_token_id
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"<|bos|> $A {tokenizer.eos_token}", special_tokens=[("<|bos|>", bos), (tokenizer.eos_token, eos)]
+    )
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    given = []
+    monkeypatch.setattr(
+        "lit_fsdp.models.generate.generate_ids", lambda m, t, prompts, *a, **o: given.append(prompts) or prompts
+    )
+    chat = Chat(str(tmp_path), raw=True)
+    for text in ("ab", "c"):
+        chat.answer(text)
+    plain = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("ab", "c")]
+    assert given == [[[bos, *plain[0]]], [[bos, *plain[1]]]]  # and nothing of the message before
+    assert main(["generate", "--model", str(tmp_path), "--raw", "--system", "x", "--prompt", "y"]) == 2
 
 
 def test_settings_of_the_model_itself_are_not_used(ask):
@@ -143,3 +166,22 @@ def test_what_cannot_be_generated_and_an_answer_without_text(tmp_path, capsys, m
         monkeypatch.setattr("sys.stdin", io.StringIO(line))
         assert main(["generate", "--model", "model", *words]) == 0
         assert "The answer is empty" in capsys.readouterr().err
+
+
+def test_memory_that_runs_out_while_loading_is_no_matter_of_the_files(ask, monkeypatch, tmp_path, capsys):
+    model, tokenizer, _ = ask
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+
+    def fail(*args, **options):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(AutoModelForCausalLM, "from_pretrained", fail)
+        assert main(["generate", "--model", str(tmp_path), "--prompt", "x"]) == 1
+    assert "Tried to allocate 2.00 GiB" in (err := capsys.readouterr().err)
+    assert "files that transformers can read" not in err
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    assert main(["generate", "--model", str(tmp_path), "--prompt", "x"]) == 2
+    assert "allowed: files that transformers can read" in capsys.readouterr().err

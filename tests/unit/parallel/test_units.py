@@ -229,7 +229,8 @@ def test_state_larger_than_the_memory_is_refused_before_loading(
     needed = 4 * (frozen + copies * (numbers - frozen))
     ranks = 2
     for memory, fits in ((needed, True), (needed - ranks, False)):
-        monkeypatch.setattr("lit_fsdp.parallel.materialize.host_bytes", lambda memory=memory: memory)
+        monkeypatch.setattr("lit_fsdp.parallel.materialize.host_bytes", lambda memory=memory: memory - 8)
+        monkeypatch.setattr("lit_fsdp.parallel.materialize.swap_bytes", lambda: 8)
         # the ranks of a host share its memory, as they share the state; a replica on each needs twice as much
         for shards in (ranks, 1):
             given = (model, shards, torch.device("cpu"), ranks, optim)

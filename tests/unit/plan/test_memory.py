@@ -144,6 +144,15 @@ def test_ranks_on_cpus_need_their_peaks_in_host_memory(capsys: Any, monkeypatch:
         given = run_plan(["--config", str(RECIPE), *words, "--host-memory", str(enough * (0.99 + code / 50) / GIB)])
         assert given == 1 - code
     assert "does not fit" in capsys.readouterr().out
+    capsys.readouterr()
+    for gib, answers in ((found["total"] / GIB, {"yes", "no"}), (1.0, {"no"})):
+        assert run_plan(["--config", str(RECIPE), *words, "--savings", "--host-memory", str(gib)]) == 0
+        out = capsys.readouterr().out
+        assert "does not fit: exceeds it by" in out
+        assert {answer for answer in ("yes", "no") if re.search(rf"GiB +{answer} ", out)} == answers
+    # a GPU's recipe that is planned without a GPU is not compared with this host
+    monkeypatch.setattr("lit_fsdp.metrics.hardware.host_bytes", lambda: 1)
+    assert run_plan(["--config", str(RECIPE), "--trainer.accelerator=auto", "--trainer.devices=8"]) == 0
 
 
 def test_offloaded_activations_are_in_host_memory_and_priced_by_their_copies():
@@ -287,7 +296,7 @@ def test_the_recipe_or_nothing_fits(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert run_plan([*small, "--memory", "3"]) == 1  # the recommended one would, with offload
     out = capsys.readouterr().out
     assert re.search(r"recommended: .*cpu_offload, micro-batch 4, \d+ GiB of host memory per node\n", out)
-    assert re.search(r"another choice does not fit: single: at least \d+\.\d GiB per GPU\n", out)
+    assert re.search(r"\nsingle.* does not fit: it needs at least \d+\.\d GiB per GPU\n", out)
     written = tmp_path / "lighter.yaml"
     assert run_plan([*small, "--memory", "3", "--write", str(written)]) == 0
     capsys.readouterr()
@@ -296,7 +305,7 @@ def test_the_recipe_or_nothing_fits(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert run_plan([*small, "--memory", "3", "--host-memory", "2", "--write", str(tmp_path / "none.yaml")]) == 1
     assert not (tmp_path / "none.yaml").exists()
     out = capsys.readouterr().out
-    assert re.search(r"another choice does not fit: fsdp2.*cpu_offload: \d+ GiB of host memory per node\n", out)
+    assert re.search(r"\nfsdp2.*cpu_offload.* does not fit: it needs \d+ GiB of host memory per node\n", out)
     assert run_plan([*small, "--memory", "1", "--savings"]) == 0
     out = capsys.readouterr().out
     assert "; it does not fit into 1 GiB" in out

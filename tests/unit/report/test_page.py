@@ -104,9 +104,9 @@ def test_runs_beside_each_other(tmp_path: Path, capsys: pytest.CaptureFixture[st
     ]
     assert (page.curves["runs/a train_loss"], page.curves["runs/b train_loss"]) == (3, 2)
     assert "Training losses end at different steps (4, 2): compare curves at the same step." in page.text
-    for name, devices in (("c", 2), ("d", "2")):  # as by a flag
+    for name, devices in (("c", 2), ("d", "2"), ("e", 2.0)):  # as by a flag
         run_folder(Path("runs", name), {**RECIPE, "trainer": {**RECIPE["trainer"], "devices": devices}})
-    both = page_of("runs/c", "runs/d", "-o", "both.html", capsys=capsys).text
+    both = page_of("runs/c", "runs/d", "runs/e", "-o", "both.html", capsys=capsys).text
     assert "The recipes are equal" in both
     assert "different steps" not in both
 
