@@ -198,8 +198,8 @@ def describe_data(samples: Mapping[str, Samples], config: DataConfig, encoder: R
             num_empty = split.rows.meta.get("answers_without_text")
             if num_empty and name not in held_out:
                 _log.warning(
-                    "data.%s: the answers of %d rows have no text besides special tokens; unless such a token is the "
-                    "answer, these rows teach the model to end its turn at once: remove them",
+                    "data.%s: rows whose answers have no text besides special tokens: %d; remove them, because they "
+                    "teach the model to end its turn at once, unless such a token is the answer",
                     *(name, num_empty),
                 )
     names = ("packing", "max_seq_length", "global_batch_size", "micro_batch_size", "truncation")

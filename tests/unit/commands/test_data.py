@@ -129,8 +129,9 @@ def test_answers_without_text_are_counted_and_warned_of(capsys: Out, caplog: pyt
         found = {name: split["answers_without_text"] for name, split in record["splits"].items()}
         assert {name: count for name, count in found.items() if count} == counts
         said = [one.getMessage() for one in caplog.records if "have no text" in one.getMessage()]
-        assert [one.partition(" besides")[0] for one in said] == [
-            f"data.{name}: the answers of {count} rows have no text" for name, count in counts.items()
+        assert [one.partition(";")[0] for one in said] == [
+            f"data.{name}: rows whose answers have no text besides special tokens: {count}"
+            for name, count in counts.items()
         ]
         assert ("answers without text" in [*data_table(record).columns[0].cells]) == bool(counts)
     assert inspect("--data.train", "empty.csv", "--json") == 0

@@ -227,6 +227,7 @@ def test_wrong_flags_and_values():
     wandb = "write trainer.logger: {class_path: lightning.pytorch.loggers.WandbLogger}"
     for words, field, fix in (
         ("--model gpt2", "model", "write --model.name gpt2"),
+        ("--model.lr 1e-4", "model.lr", "write model.optim.lr"),
         ("--model PreferenceModule", "model", "write --model lit_fsdp.PreferenceModule"),
         ("--model my_package:Net", "model", "write --model my_package.Net"),
         ("--model Qwen/Qwen2.5-0.5B", "model", "write --model.name Qwen/Qwen2.5-0.5B"),

@@ -247,6 +247,8 @@ def test_batch_sizes_of_deepspeed_agree() -> None:
             convert(kind, given, ranks)
         assert error.value.field.endswith("train_batch_size")
         assert error.value.fix == f"write train_batch_size: {fix}"
+    for shared in ({"sequence_parallel_size": 2}, {"tensor_parallel": {"autotp_size": 2}}):  # ranks that share rows
+        convert("deepspeed", {**sizes, "train_batch_size": 32, **shared}, 8)
 
 
 def test_lists_with_one_target() -> None:

@@ -212,6 +212,18 @@ def test_a_module_without_reset_parameters_is_named():
         Materializer(net, reset_parameters_reader(0), torch.device("cpu")).fill(net[0])
 
 
+def test_slow_loading_is_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    times = iter([0.0, *[16.0] * 3, *[20.0] * 1000])
+    monkeypatch.setattr("lit_fsdp.parallel.materialize.time.monotonic", lambda: next(times))
+    caplog.set_level("INFO")
+    model = llama(tied=True)
+    read = lambda name, module, attribute, rows: torch.zeros(getattr(module, attribute).shape)  # noqa: E731
+    Materializer(model, read, torch.device("cpu")).fill_all()
+    count = sum(1 for _ in model.parameters())
+    said = [one.getMessage() for one in caplog.records if "loading" in one.getMessage()]
+    assert said == [f"loading weights: 1 of {count} parameters"]
+
+
 @pytest.mark.parametrize(
     ("optim", "copies", "kinds"),
     [
