@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lit_fsdp.commands.parsing import RECIPE, refuse_two_values, run_one_of, verb_parser
-from lit_fsdp.errors import ConfigError
+from lit_fsdp.errors import ConfigError, require
 from lit_fsdp.host import heavy_imports
 
 if TYPE_CHECKING:
@@ -43,6 +43,9 @@ def _render_or_submit(verb: str, argv: Sequence[str]) -> int:
         parser.add_argument("--force", action="store_true", help="submit even if checks fail")
         parser.add_argument("--dry-run", action="store_true", help="only print the sbatch file, as slurm render does")
     options, rest = parser.parse_known_args(argv)
+    flags = [word.partition("=")[0].replace("_", "-") for word in rest]
+    theirs = next((flag for flag in flags if flag in ("--gpus", "--gres", "--ntasks-per-node")), "")
+    require(not theirs, theirs, "an option of sbatch", "--nodes and --gpus-per-node", "write --gpus-per-node N")
     verb = "render" if vars(options).pop("dry_run", False) else verb
     job, run, values = _planned(options, rest)
     from lit_fsdp.checkpoint.manifest import read_manifest

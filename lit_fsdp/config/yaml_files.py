@@ -146,6 +146,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
         close = difflib.get_close_matches(path.name, near, n=1, cutoff=0.8)
         fix = f"write --config {folder / close[0]}" if close else "check the path"
         fix = f"write --config {min(ships, key=len)}" if ships else fix
+        if (model := shipped_file(str(path), ".json")[0]) is not None:
+            fix = f"write --model.name {model}"
         fix = f"write --config {path / 'recipe.yaml'}" if (path / "recipe.yaml").is_file() else fix
         raise ConfigError("--config", path, f"{allowed}: {', '.join(ships)}" if ships else allowed, fix)
     text = path.read_text(encoding="utf-8", errors="replace")

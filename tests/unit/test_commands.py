@@ -10,6 +10,7 @@ import pytest
 from lit_fsdp import __main__, commands
 from lit_fsdp.checkpoint.run_folder import Resume, check_run_folder, create_run_folder, find_resume
 from lit_fsdp.checkpoint.store import save_checkpoint
+from lit_fsdp.config.locations import shipped_file
 from lit_fsdp.config.run import CheckpointConfig
 from lit_fsdp.errors import CheckpointError, ConfigError
 
@@ -33,6 +34,14 @@ def test_help_is_a_result_and_no_words_are_a_mistake(capsys):
     assert err.startswith("usage: lit-fsdp VERB")
     for words in (["fit"], ["audit"], ["plan"], ["data", "inspect"], ["slurm", "render"], ["model", "prepare"]):
         assert (refused(*words).field, refused(*words).given) == ("model.name", "no value")
+
+
+def test_names_of_models_and_options_of_sbatch_get_a_fix():
+    fix = refused("fit", "--config", "model/Llama-3.1-8B").fix
+    assert fix == f"write --model.name {shipped_file('model/Llama-3.1-8B', '.json')[0]}"
+    for word in ("--gpus=8", "--gres=gpu:8", "--ntasks-per-node=8"):
+        error = refused("slurm", "render", "--config", "debug/smoke", word)
+        assert (error.field, error.fix) == (word.partition("=")[0], "write --gpus-per-node N")
 
 
 def test_an_unknown_verb_gets_the_nearest():
