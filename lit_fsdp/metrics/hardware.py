@@ -56,9 +56,14 @@ def peak_flops(device_name: str, multiplies: str) -> float | None:
     return None if rate is None else rate * 1e12
 
 
-def host_bytes() -> int:
-    """Physical memory of this host in bytes."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+def host_bytes(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
+    """Physical memory of this host in bytes, or a lower limit of this process's control groups (cgroup v2)."""
+    found = re.search(r"^0::/(.*)$", own.read_text(encoding="utf-8"), re.M) if own.is_file() else None
+    folder = groups / (found[1] if found else "")
+    files = [one / "memory.max" for one in (folder, *folder.parents) if one.is_relative_to(groups)]
+    limits = [file.read_text(encoding="ascii").strip() for file in files if file.is_file()]
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min([physical, *(int(limit) for limit in limits if limit.isdecimal())])  # max: no limit
 
 
 def swap_bytes() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from lit_fsdp.callbacks.throughput import Throughput
 from lit_fsdp.config.strategy import ActivationConfig
 from lit_fsdp.metrics.flops import ModelFlops, flop_formula, num_pairs
-from lit_fsdp.metrics.hardware import peak_flops
+from lit_fsdp.metrics.hardware import host_bytes, peak_flops
 from lit_fsdp.module import CausalLMModule
 from lit_fsdp.parallel.activation import prepare_blocks, recomputes
 
@@ -124,3 +125,23 @@ def test_what_cannot_be_counted_is_said_and_ends_no_run() -> None:
 def test_a_part_of_a_device_has_no_known_peak() -> None:
     for name in ("NVIDIA H200 MIG 1g.18gb", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA RTX 3090 with Max-Q Design"):
         assert peak_flops(name, "bf16") is None, name
+
+
+def test_the_memory_of_a_host_is_limited_by_control_groups(tmp_path: Path) -> None:
+    groups, own = tmp_path / "groups", tmp_path / "own"
+    physical = host_bytes(groups, own)
+    assert physical > 2**20
+    (groups / "job" / "step").mkdir(parents=True)
+    own.write_text("1:cpu:/other\n0::/job/step\n")
+    for limits, wanted in (
+        ({"job/step": "max"}, physical),
+        ({"job/step": "max", "job": "1048576"}, 2**20),
+        ({"job/step": "4096", "job": "1048576"}, 4096),
+        ({"job/step": str(2 * physical), "job": "max"}, physical),
+    ):
+        for folder, limit in limits.items():
+            (groups / folder / "memory.max").write_text(f"{limit}\n")
+        assert host_bytes(groups, own) == wanted
+    (groups / "memory.max").write_text("2048\n")  # of a container, which sees only its own groups
+    own.write_text("0::/\n")
+    assert host_bytes(groups, own) == 2048
