@@ -119,11 +119,8 @@ class Throughput(Callback):
         self._ranks, device, multiplies = trainer.world_size, trainer.strategy.root_device, _multiplies(trainer)
         name = device_name(device)
         self._peak = peak_flops(name, multiplies)
-        return (
-            ""
-            if self._peak
-            else f"MFU (share of the peak rate) is not logged: the {multiplies} rate of {name} is unknown"
-        )
+        text = f"MFU (share of the peak rate) is not logged: the {multiplies} rate of {name} is unknown"
+        return "" if self._peak else text
 
     def rates(self, counts: Mapping[str, float], seconds: float) -> dict[str, float]:
         """The known values of ``model_tflops_per_rank``, ``mfu`` and ``hfu``; counts are over all ranks."""

@@ -101,9 +101,8 @@ def run_generate(argv: Sequence[str]) -> int:
     parser.add_argument("--seed", type=int, help="with --temperature: seed of the sampling (default 0)")
     options = parse(parser, argv)
     most, sampling = options.max_new_tokens, _sampling(options)
-    require(
-        not (options.raw and options.system), "--system", "with --raw", "only one of them", "drop --raw or --system"
-    )
+    both = options.raw and options.system
+    require(not both, "--system", "with --raw", "only one of them", "drop --raw or --system")
     require(most >= 1, "--max_new_tokens", most, ">= 1", "write --max_new_tokens 256")
     with heavy_imports():
         from torch import manual_seed
@@ -113,15 +112,8 @@ def run_generate(argv: Sequence[str]) -> int:
 
     disable_progress_bar()
     manual_seed(options.seed or 0)
-    chat = Chat(
-        options.model,
-        options.system,
-        options.max_new_tokens,
-        options.base,
-        sampling,
-        options.trust_remote_code,
-        options.raw,
-    )
+    more = {"trust_remote_code": options.trust_remote_code, "raw": options.raw}
+    chat = Chat(options.model, options.system, most, options.base, sampling, **more)
     if options.prompt is not None:
         print(answer := chat.answer(options.prompt))
         if not answer.strip():

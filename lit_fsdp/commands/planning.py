@@ -132,7 +132,11 @@ def run_plan(argv: Sequence[str]) -> int:
     record: dict[str, Any] = {
         "gpu": None if gpu is None else dataclasses.asdict(gpu),
         "memory_gib": gib,
-        "memory": {**dataclasses.asdict(found), "peak": found.peak, "overhead": memory.OVERHEAD_BYTES * (not on_cpu)},
+        "memory": {
+            **dataclasses.asdict(found),
+            "peak": found.peak,
+            "overhead": memory.OVERHEAD_BYTES * ("peaks" not in host),
+        },
         "host": host,
         "host_memory_gib": host_gib if host_gib < math.inf else None,
         "fits_host": too_much <= 0,

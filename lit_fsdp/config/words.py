@@ -189,7 +189,7 @@ def meant_flag(name: str, flags: list[str]) -> str:
 
 def section_fix(section: str, value: str = "VALUE") -> str:
     """What to write instead of a single value for a whole section."""
-    if section == "model" and re.fullmatch(r"[A-Z]\w+Module|[\w.]+:[A-Z]\w*", value):  # a class
+    if section == "model" and re.fullmatch(r"(CausalLM|Preference)Module|[\w.]+:[A-Z]\w*", value):  # a class
         return f"--model {value.replace(':', '.') if ':' in value else f'lit_fsdp.{value}'}"
     return _SECTIONS.get(section, f"--{section}.KEY VALUE").replace("VALUE", value)
 

@@ -55,7 +55,7 @@ from lit_fsdp.parallel.foreign import (
 )
 from lit_fsdp.parallel.forward import RedirectedForward
 from lit_fsdp.parallel.grads import GuardedSteps
-from lit_fsdp.parallel.materialize import Materializer, Reader, check_memory, reset_parameters_reader
+from lit_fsdp.parallel.materialize import QUIET_SECONDS, Materializer, Reader, check_memory, reset_parameters_reader
 from lit_fsdp.parallel.mesh import CONTEXT, SHARD, build_context_mesh, build_expert_groups, build_mesh
 from lit_fsdp.parallel.norms import STRATEGIES, warn_of_lightnings
 from lit_fsdp.parallel.precision import (
@@ -84,7 +84,6 @@ from lit_fsdp.parallel.units import (
 )
 
 _log = logging.getLogger(__name__)
-_QUIET_SECONDS = 15.0
 _LOST_CONTACT = re.compile(
     "lost contact|gloo|NCCL|ProcessGroup|Connection (closed|reset|refused)|Broken pipe|Timed out waiting|TCPStore"
 )
@@ -238,7 +237,7 @@ class EngineStrategy(ForeignParts):
         seconds, environment = self.config.timeout_seconds, self.cluster_environment
         text = f"{socket.gethostname()} still waits for all {self.num_nodes * self.num_processes} ranks to meet at "
         text += f"{environment.main_address}:{environment.main_port}, at most {seconds:.0f} s"
-        timer = threading.Timer(_QUIET_SECONDS, _log.warning, (text,))
+        timer = threading.Timer(QUIET_SECONDS, _log.warning, (text,))
         timer.daemon = True
         timer.start()
         try:

@@ -22,7 +22,8 @@ from lit_fsdp.models.weights import seeded
 from lit_fsdp.parallel.units import tied_names
 
 _log = logging.getLogger(__name__)
-_QUIET_SECONDS = 15.0
+QUIET_SECONDS = 15.0
+"""After which a wait or a load is logged."""
 _TRIM_BYTES = 32 * 2**20
 Reader = Callable[[str, nn.Module, str, slice | None], torch.Tensor]
 """Reads a parameter or buffer, or only rows of it, on the CPU, given module name, module, attribute and rows."""
@@ -70,7 +71,7 @@ class Materializer:
     def _tell(self) -> None:
         """Log the progress of the first rank, which may take minutes."""
         self._num_filled += 1
-        if time.monotonic() - self._told > _QUIET_SECONDS:
+        if time.monotonic() - self._told > QUIET_SECONDS:
             self._told = time.monotonic()
             if is_first_process():
                 _log.info("loading weights: %d of %d parameters", self._num_filled, self._num_params)
@@ -108,10 +109,8 @@ def check_memory(
         kinds, needed = "parameters and gradients", needed + sum(p.nbytes for p in trained)
         kept, known_as = state_bytes(optim, model, trained[0].element_size() if trained else 0)
         if known_as == optim.optimizer:
-            kinds, needed = (
-                "parameters, gradients and optimizer state",
-                needed + sum(kept(p, p.numel()) for p in trained),
-            )
+            kinds = "parameters, gradients and optimizer state"
+            needed += sum(kept(p, p.numel()) for p in trained)
     memory, where = (host_bytes() + swap_bytes()) / num_local, "of this host"
     where += f", divided by its {num_local} ranks" * (num_local > 1)
     if is_accelerator(device):

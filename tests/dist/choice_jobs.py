@@ -60,7 +60,7 @@ def waits_alone() -> list[str]:
     """What the first of two ranks says while, for a second, it waits for the other, which does not come."""
     said: list[str] = []
     logging.getLogger("lit_fsdp.parallel.base").warning = lambda text: said.append(text)  # type: ignore[method-assign,assignment]
-    base._QUIET_SECONDS, os.environ["WORLD_SIZE"] = 0.1, "2"
+    base.QUIET_SECONDS, os.environ["WORLD_SIZE"] = 0.1, "2"
     try:
         trainer_for({"timeout_seconds": 1.0}, [], max_steps=1).fit(ForeignNet(), loader([0]))
     except Exception as error:
