@@ -53,7 +53,6 @@ def test_modules_and_callbacks_of_others_may_log_more():
 
     class Mine(CausalLMModule): ...
 
-    Theirs.__module__ = Mine.__module__ = "mine"
     for callbacks, module in (
         ([Theirs()], CausalLMModule(name="some/model")),
         ([Checkpoint(monitor="eval_mine")], Mine(name="some/model")),
