@@ -39,7 +39,7 @@ class RunProgress(ProgressBar):
         super().__init__()
         self._bar: Progress | None = None
         self._text = ""
-        self._validated_step = -1
+        self.validated_step = -1
         self._ended = threading.Event()
 
     def disable(self) -> None:
@@ -107,7 +107,7 @@ class RunProgress(ProgressBar):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write one line per step with a validation; Lightning may validate twice between two optimizer steps."""
-        is_new, self._validated_step = trainer.global_step != self._validated_step, trainer.global_step
+        is_new, self.validated_step = trainer.global_step != self.validated_step, trainer.global_step
         if is_new and trainer.is_global_zero and trainer.state.fn == "fit" and not trainer.sanity_checking:
             found = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("val_")}
             text = "  ".join(f"{name} {value:.4f}" for name, value in found.items())

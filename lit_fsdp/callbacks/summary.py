@@ -46,6 +46,9 @@ def summary_of(trainer: Trainer, verb: str, seconds: float, first_step: int) -> 
             lines.append(f"next: lit-fsdp {shlex.join(command)}")
         return "\n".join(lines)
     step, epochs = trainer.global_step, trainer.max_epochs or -1
+    validated = getattr(trainer.progress_bar_callback, "validated_step", step)  # by our bar
+    if "val_loss" in metrics and validated not in (-1, step):
+        numbers += f" of step {validated}"
     ended = why_ended(trainer)
     if step == first_step and ended:
         return f"{ended} ended the run before its first step"

@@ -224,7 +224,8 @@ def _nearest(name: str, *groups: Iterable[str], least: float = TYPO) -> str | No
         whole, part = (difflib.SequenceMatcher(None, *both).ratio() for both in ((one, name), (end, last)))
         if (ends and end in (last, *name.split("-"))) or one.replace(".", "_") == words:
             return 1.0, whole
-        is_part = min(len(end), len(last)) >= 4 and (end in last or last in end)
+        shorter, longer = sorted((end, last), key=len)
+        is_part = len(shorter) >= max(4, len(longer) / 2) and shorter in longer
         if is_part and one.rpartition(".")[0] == name.rpartition(".")[0]:  # default_root_dir for root_dir
             return max(whole, part, TYPO), whole
         return (max(whole, part) if part >= 0.6 else 0.0), whole

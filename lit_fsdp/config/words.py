@@ -22,9 +22,11 @@ _KEYS = {
     "trainer.max_epochs": "epochs num_epochs num_train_epochs n_epochs", "trainer.accelerator": "device",
     "trainer.max_steps": "num_steps total_steps max_train_steps num_training_steps max_iters train_iters",
     "trainer.accumulate_grad_batches": "gradient_accumulation_steps gradient_accumulation_iters "
-    "gradient_accumulation",
+    "gradient_accumulation", "trainer.accelerator: cpu": "use_cpu no_cuda",
     "trainer.gradient_clip_val": "max_grad_norm clip_grad_norm max_norm grad_clip gradient_clipping",
-    "trainer.log_every_n_steps": "logging_steps log_interval", "trainer.accelerator: cpu": "use_cpu no_cuda",
+    "trainer.log_every_n_steps": "logging_steps log_interval", "trainer.enable_progress_bar: false": "disable_tqdm",
+    "trainer.deterministic: true": "full_determinism", "checkpoint.mode": "greater_is_better",
+    "checkpoint.export: best": "load_best_model_at_end",
     "trainer.val_check_interval": "eval_steps eval_interval eval.interval",
     "trainer.val_check_interval: 1.0": "eval_strategy evaluation_strategy", f"{_S}.precision: fp32": "fp32",
     "checkpoint.every_steps: 100": "save_strategy",
@@ -103,6 +105,7 @@ _VALUES = {
         ("fp8", "fp8"), ("float16", "16-mixed"), ("fp16", "16-mixed"))},
     ("metric_for_best_model", "eval_loss"): "checkpoint.monitor: val_loss",
     ("metric_for_best_model", "loss"): "checkpoint.monitor: val_loss",
+    ("greater_is_better", "true"): "checkpoint.mode: max", ("greater_is_better", "false"): "checkpoint.mode: min",
     ("strategy", "fsdp"): f"{_S}.engine: fsdp2", ("strategy", "ddp"): f"{_S}.engine: ddp",
     ("report_to", "none"): "trainer.logger: false", ("adapter", "qlora"): "model.lora.quantize: nf4",
     **{(key, name.lower().removesuffix("logger")): f"{_LOGGER}.{name}}}" for key in ("report_to", "log_with")
@@ -135,7 +138,11 @@ ELSEWHERE = {
     "mail_type": "write slurm.extra: [--mail-type=END]",
     "mail_user": "write slurm.extra: [--mail-user=ADDRESS]",
     "gres": "write --gpus-per-node N",
-    "push_to_hub": "after the run: lit-fsdp export --ckpt RUN --out FOLDER --push-to-hub NAME",
+    **dict.fromkeys(
+        ("push_to_hub", "hub_model_id", "hub_token", "hub_strategy", "hub_private_repo"),
+        "after the run: lit-fsdp export --ckpt RUN --out FOLDER --push-to-hub NAME",
+    ),
+    "run_name": "write trainer.default_root_dir: runs/NAME; for a logger's name: trainer.logger.init_args.name",
     "ema_decay": _CALLBACKS + "lit_fsdp.EMAWeights, init_args: {decay: 0.999}}]",
     "early_stopping_patience": _CALLBACKS
     + "lightning.pytorch.callbacks.EarlyStopping, init_args: {monitor: val_loss}}]",

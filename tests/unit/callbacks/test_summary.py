@@ -24,9 +24,14 @@ def _peak(monkeypatch: pytest.MonkeyPatch):
 def _trainer(folder: Path, **given: Any) -> Any:
     metrics = {"train_loss": 0.25, "val_loss": 0.5, "lr": 1e-3, "test_loss": 0.75}
     limits = {"global_step": 60, "max_steps": 60, "max_epochs": None, "checkpoint_callback": None, "ckpt_path": None}
-    limits |= {"checkpoint_callbacks": [], "callbacks": [], "current_epoch": 0, "estimated_stepping_batches": 60}
+    limits |= {
+        "checkpoint_callbacks": [],
+        "progress_bar_callback": None,
+        "current_epoch": 0,
+        "estimated_stepping_batches": 60,
+    }
     limits |= {"num_training_batches": 60, "accumulate_grad_batches": 1, "should_stop": False}
-    limits |= {"strategy": SimpleNamespace(root_device=torch.device("cpu"))}
+    limits |= {"callbacks": [], "strategy": SimpleNamespace(root_device=torch.device("cpu"))}
     module = SimpleNamespace(read_tensor=None)
     return SimpleNamespace(
         **{"default_root_dir": str(folder), "callback_metrics": metrics, "lightning_module": module, **limits, **given}
@@ -43,6 +48,9 @@ def test_a_fit_names_steps_losses_memory_checkpoints_and_the_next_command(tmp_pa
         "last checkpoint: run/last-one",
         f"next: lit-fsdp export --ckpt {tmp_path}/best --out {tmp_path}/export/best",
     ]
+    bar = SimpleNamespace(validated_step=48)
+    text = summary_of(_trainer(tmp_path, checkpoint_callback=saved, progress_bar_callback=bar), "fit", 1, 0)
+    assert ", val_loss 0.5000 of step 48, peak" in text
     saved.exported = tmp_path / "export/step-00000060"
     text = summary_of(_trainer(tmp_path, checkpoint_callback=saved), "fit", 1, 0)
     assert text.endswith(f"next: lit-fsdp generate --model {tmp_path}/export/step-00000060")

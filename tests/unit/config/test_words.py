@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import shlex
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
+from transformers import TrainingArguments
 
 from lit_fsdp.__main__ import main
 from lit_fsdp.commands import _VERBS, run
@@ -16,7 +18,7 @@ from lit_fsdp.commands.parsing import parse, verb_parser
 from lit_fsdp.config.parser import load_recipe, recipe_parser
 from lit_fsdp.config.parser_errors import parser_error
 from lit_fsdp.config.sections import leaves
-from lit_fsdp.config.words import HERE, VERBS, underscored
+from lit_fsdp.config.words import ELSEWHERE, HERE, VERBS, underscored
 from lit_fsdp.convert.hf_trainer import ARGUMENTS
 from lit_fsdp.convert.tables import Keep
 from lit_fsdp.errors import ConfigError
@@ -48,6 +50,17 @@ def test_every_word_of_another_trainer_is_answered_with_a_key_that_exists():
                 assert read[key] == given
 
 
+def test_a_word_within_an_argument_of_the_trainer_of_transformers_is_no_section():
+    known = [action.dest for action in recipe_parser()._actions]
+    ends = {key.rpartition(".")[2] for key in known}
+    names = [field.name for field in dataclasses.fields(TrainingArguments)]
+    others = [name for name in names if name not in {*HERE, *ELSEWHERE, *ends}]
+    assert {"dataloader_pin_memory", "save_only_model", "ignore_data_skip"} <= {*others}
+    for name in others:
+        fix = parser_error(f"unrecognized arguments: --{name} 1", known).fix
+        assert fix not in ("write model.name", "write data.train", "write resume"), (name, fix)
+
+
 def test_a_fix_is_a_flag_to_paste_with_the_users_value(capsys: pytest.CaptureFixture[str]):
     recipe = ["--config", "smollm2-135m_full_fsdp2_2xcpu"]
     for words, fix in (
@@ -56,6 +69,9 @@ def test_a_fix_is_a_flag_to_paste_with_the_users_value(capsys: pytest.CaptureFix
         ("--bf16 true", "--trainer.strategy.init_args.precision bf16-mixed"),
         ("--bf16", "--trainer.strategy.init_args.precision bf16-mixed"),
         ("--use_peft", "--model.lora '{}'"),
+        ("--load_best_model_at_end true", "--checkpoint.export best"),
+        ("--greater_is_better=true", "--checkpoint.mode max"),
+        ("--disable_tqdm true", "--trainer.enable_progress_bar false"),
         ("--adapter qlora", "--model.lora.quantize nf4"),
         ("--rl dpo", "--model lit_fsdp.PreferenceModule"),
         ("--report_to none", "--trainer.logger false"),
