@@ -66,14 +66,22 @@ ARGUMENTS: Table = {
     **rows("logging_* log_* disable_tqdm report_to run_name project trackio_* include_*",
            Drop("logging is trainer.logger and trainer.log_every_n_steps")),
     **rows("prediction_loss_only eval_* batch_eval_metrics *_full_eval", Drop("the recipe configures validation")),
-    **rows("save_* enable_jit_checkpoint load_best_model_at_end restore_callback_states_from_checkpoint "
-           "ignore_data_skip metric_for_best_model greater_is_better", Drop("the section checkpoint sets it")),
+    "metric_for_best_model": Keep("checkpoint.monitor", lambda key, value: _monitored(str(value))),
+    "greater_is_better": Keep("checkpoint.mode", {"true": "max", "false": "min"}),
+    "load_best_model_at_end": Drop("best in the run folder is that checkpoint; checkpoint.export: best exports it"),
+    **rows("save_* enable_jit_checkpoint restore_callback_states_from_checkpoint ignore_data_skip",
+           Drop("the section checkpoint sets it")),
     **rows("dataloader_* remove_unused_columns label_names length_column_name accelerator_config.*",
            Drop("the data module has its own loader, with whole global batches only")),
     **rows("torch_compile_mode gradient_checkpointing_kwargs activation_checkpointing_kwargs ddp_* use_cache "
            "torch_empty_cache_steps full_determinism use_liger_kernel liger_kernel_config",
            Drop("it affects speed and memory, not results")),
 }  # fmt: skip
+
+
+def _monitored(metric: str) -> str:
+    """Our name of an evaluation's metric, such as ``val_loss`` for ``eval_loss`` or ``loss``."""
+    return f"val_{metric.removeprefix('eval_').removeprefix('mean_')}"
 
 
 def _targets(key: str, value: Any) -> Any:
@@ -356,6 +364,8 @@ def put_loop(
         peak = number("learning_rate", peak)
         conversion.keep(minimum, "model.optim.min_lr_ratio", float(f"{minimum.read(number) / peak:.9g}"))
 
+    if source.look("metric_for_best_model") and source.look("greater_is_better") is None:
+        source.fill_in("greater_is_better", not str(source.look("metric_for_best_model")).endswith("loss"))
     batches = int(number("gradient_accumulation_steps", values.get("gradient_accumulation_steps") or 1))
     old = "evaluation_strategy" if "evaluation_strategy" in values else "eval_strategy"
     logging = values.get("logging_steps") or conversion.get("trainer.log_every_n_steps") or 500

@@ -264,6 +264,19 @@ def test_lists_with_one_target() -> None:
         assert found.get("model.lora.target_modules") == ours
 
 
+def test_the_metric_of_the_best_checkpoint_and_which_end_is_better() -> None:
+    for given, monitor, mode in (
+        ({"metric_for_best_model": "loss"}, "val_loss", "min"),
+        ({"metric_for_best_model": "eval_loss", "greater_is_better": False}, "val_loss", "min"),
+        ({"metric_for_best_model": "eval_mean_token_accuracy"}, "val_token_accuracy", "max"),
+        ({"metric_for_best_model": "eval_rewards/margins", "greater_is_better": True}, "val_rewards/margins", "max"),
+        ({"load_best_model_at_end": True}, None, None),
+    ):
+        found = convert("hf-trainer", given, 1)
+        assert (found.get("checkpoint.monitor"), found.get("checkpoint.mode")) == (monitor, mode)
+        assert not found.differs
+
+
 def test_values_that_switch_a_limit_off() -> None:
     found = convert("hf-trainer", {"ddp_timeout": 180000000, "save_total_limit": 0, "neftune_noise_alpha": 0}, 1)
     assert not found.differs
