@@ -295,9 +295,9 @@ def _count_in_micro_batches_of(
         now = schedule.get_accumulate_grad_batches(max(0, epochs["current"]["ready"] - 1))
     before = now if saved is None else saved
     every = trainer.val_check_interval
-    if before != now and isinstance(every, int) and trainer.is_global_zero:
-        text = "a step has %d micro-batches instead of %d, so trainer.val_check_interval: %d validates every %.3g steps"
-        _log.info(f"{text}, not every %.3g steps", now, before, every, every / now, every / before)
+    if before != now and isinstance(every, int) and trainer.is_global_zero and trainer.state.fn == "fit":
+        text = "micro-batches per step: %d instead of %d, so trainer.val_check_interval: %d validates every %.3g steps"
+        _log.info(f"{text}, not every %.3g", now, before, every, every / now, every / before)
     taken = 0 if batches["is_last_batch"] else current["ready"] % before
     ranks, is_ours = data_ranks(trainer)[0], hasattr(getattr(trainer, "datamodule", None), "position_at")
     is_divided = not is_ours and saved_ranks not in (None, ranks)

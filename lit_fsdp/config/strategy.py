@@ -398,8 +398,8 @@ def mesh_shape(config: StrategyConfig, num_nodes: int, world_size: int, path: st
     Hybrid sharding defaults to one copy per node. Errors name ``path``, the path of the strategy's arguments.
     """
 
-    def check(fits: bool, field: str, given: str, allowed: str) -> None:
-        require(fits, f"{path}.{field}" if path else field, f"{given} on {world_size} ranks", allowed)
+    def check(fits: bool, field: str, given: str, allowed: str, fix: str = "") -> None:
+        require(fits, f"{path}.{field}" if path else field, f"{given} on {world_size} ranks", allowed, fix)
 
     def checked(copies: int, shards: int) -> tuple[int, int]:
         degree, allowed = (
@@ -420,9 +420,15 @@ def mesh_shape(config: StrategyConfig, num_nodes: int, world_size: int, path: st
             given = f"{degree} with sharding {config.sharding}"
             check(degree in (None, value), name, given, f"{value}, or -1; or sharding: hybrid_shard")
         return checked(*shape)
+    divisors = [degree for degree in range(1, world_size + 1) if world_size % degree == 0]
+    alone = [(name, degree) for name, degree in zip(_DEGREES, (copies, shards), strict=True) if degree]
+    for name, degree in alone if len(alone) == 1 else ():
+        allowed = f"a divisor of the ranks: {', '.join(map(str, divisors))}"
+        nearest = max(one for one in divisors if one <= degree)
+        check(degree in divisors, name, str(degree), allowed, f"set {name}: {nearest}")
     copies = copies or (max(1, world_size // shards) if shards else num_nodes)
     shards = shards or max(1, world_size // copies)
-    nearest = max(degree for degree in range(1, world_size + 1) if world_size % degree == 0 and degree <= copies)
+    nearest = max(degree for degree in divisors if degree <= copies)
     allowed = f"shard_degree * replicate_degree == {world_size}, such as {world_size // nearest} and {nearest}"
     check(copies * shards == world_size, "shard_degree", f"{shards} with replicate_degree {copies}", allowed)
     return checked(copies, shards)

@@ -80,10 +80,13 @@ def test_a_monitor_that_the_first_validation_does_not_log(tmp_path: Path) -> Non
     done = lit_fsdp("fit", *SMOKE, *words, "--ckpt_path", "last", cwd=tmp_path, python=server().python)
     assert done.returncode == 2
     assert "fix:     set its monitor to a metric that validation logs, such as val_loss" in done.stderr
-    text = (
-        "a step has 2 micro-batches instead of 4, so trainer.val_check_interval: 4 validates every 2 steps, not every 1"
-    )
-    assert done.stderr.count(text) == 1
+    text = "micro-batches per step: 2 instead of 4, so trainer.val_check_interval: 4 validates every 2 steps, not every"
+    assert done.stderr.count(f"{text} 1") == 1
+    for verb in ("validate", "predict"):
+        here = ["--trainer.default_root_dir", "run", "--trainer.devices", "1"]
+        asked = lit_fsdp(verb, *SMOKE, *here, "--ckpt_path", "last", cwd=tmp_path, python=server().python)
+        assert asked.returncode == 0, asked.stderr
+        assert text[:24] not in asked.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -78,6 +79,21 @@ def test_what_cannot_be_divided_is_refused_by_name():
         mesh_shape(config, 1, 3, "here")
     with pytest.raises(ConfigError, match=r"2 with model\.lora\.quantize"):
         check_quantized(config, "here")
+
+
+def test_degrees_that_do_not_fit_the_ranks_are_named_with_one_that_does():
+    for given, text in (
+        ({"replicate_degree": 3}, "replicate_degree: got 3 on 4 ranks\n  allowed: a divisor of the ranks: 1, 2, 4"),
+        ({"shard_degree": 8}, "shard_degree: got 8 on 4 ranks\n  allowed: a divisor of the ranks: 1, 2, 4"),
+        ({"replicate_degree": 2, "shard_degree": 4}, "shard_degree: got 4 with replicate_degree 2 on 4 ranks"),
+    ):
+        with pytest.raises(ConfigError, match=f"^{re.escape(text)}") as caught:
+            mesh_shape(StrategyConfig(sharding="hybrid_shard", **given), 1, 4)
+        if len(given) == 1:
+            (name,) = given
+            fixed = {name: int(caught.value.fix.removeprefix(f"set {name}: "))}
+            assert mesh_shape(StrategyConfig(sharding="hybrid_shard", **fixed), 1, 4)
+    assert mesh_shape(StrategyConfig(sharding="hybrid_shard", shard_degree=2), 1, 4) == (2, 2)
 
 
 def test_divided_experts_are_units_of_their_own():
