@@ -26,6 +26,8 @@ project = "lit_fsdp"
 version = release = __version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 copybutton_prompt_text = "$ "
+copybutton_line_continuation_character = "\\"
+copybutton_copy_empty_lines = False
 myst_heading_anchors = 3
 html_theme = "furo"
 html_title = f"lit_fsdp {__version__}"
@@ -35,6 +37,7 @@ html_css_files = ["manual.css"]
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
 autodoc_preserve_defaults = True
+autodoc_typehints_format = "fully-qualified"
 exclude_patterns = ["pictures"]
 
 
@@ -54,18 +57,19 @@ class Fields(SphinxDirective):
         descriptions = {one.arg_name: one.description for one in docstring_parser.parse_from_object(cls).params}
         found = nodes.definition_list()
         for field in dataclasses.fields(cls):
-            default = "" if field.default is dataclasses.MISSING else f" = {default_words(field.default)}"
+            default = "" if field.default is dataclasses.MISSING else f", default: {default_words(field.default)}"
             anchor = f"{self.arguments[1]}.{field.name}"
             link = nodes.reference("", "¶", refuri=f"#{anchor}", classes=["headerlink"])
-            term = nodes.term("", "", nodes.literal("", field.name), nodes.literal("", default, classes=["default"]))
+            kind = nodes.inline("", f" ({type_words(hints[field.name])}{default})", classes=["kind"])
+            term = nodes.term("", "", nodes.literal("", field.name), kind, link)
             term["ids"].append(anchor)
-            term += link
-            kind = nodes.classifier("", type_words(hints[field.name]))
             text = nodes.definition("", nodes.paragraph("", " ".join(descriptions[field.name].split())))
-            item = nodes.definition_list_item("", term, kind, text)
+            item = nodes.definition_list_item("", term, text)
             self.set_source_info(item)
             found += item
-        return [found]
+        target = nodes.target("", "", ids=[cls.__name__])  # of links to the class
+        self.env.get_domain("py").note_object(self.arguments[0], "class", cls.__name__, location=target)
+        return [target, found]
 
 
 class Command(SphinxDirective):
@@ -124,12 +128,11 @@ def type_words(hint: Any) -> str:
     if origin in (typing.Union, types.UnionType):
         return " | ".join(type_words(one) for one in arguments)
     if origin in (list, dict, tuple):
-        return f"{origin.__name__} of {' to '.join(type_words(one) for one in arguments)}"
+        return f"{origin.__name__}[{', '.join(type_words(one) for one in arguments)}]"
     if dataclasses.is_dataclass(hint):
         return f"mapping ({hint.__name__})"
     name = getattr(hint, "__name__", str(hint))
-    words = {"NoneType": "null", "str": "text", "int": "whole number", "float": "number", "bool": "true | false"}
-    return words.get(name, name)
+    return "null" if name == "NoneType" else name
 
 
 def setup(app: Any) -> None:

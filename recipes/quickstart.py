@@ -49,7 +49,7 @@ def main() -> int:
     export = newest_export(run)
     show_scores(run, held_out, export)
     show_results(run, export)
-    print(f"\nall of this took {time.perf_counter() - started:.0f} s")
+    print(f"\ntotal time: {time.perf_counter() - started:.0f} s")
     return 0
 
 

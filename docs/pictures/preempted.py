@@ -1,7 +1,7 @@
 """The life of a preempted job, from a run that is told to stop; python docs/pictures/preempted.py (one minute).
 
 A miniature trains in two processes, gets SIGUSR1 as a SLURM job does before its time limit, saves, ends with 75 and
-resumes; its losses are drawn over those of a run that was never stopped.
+resumes; its losses are drawn over those of a run without interruption.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def draw(seen: list[tuple[float, int]], marks: dict[str, float], found: dict[int
     stop = next(done for at, done in reversed(seen) if at <= marks["exit code 75"])
     left.text(marks["SIGUSR1"] - 0.3, steps * 0.95, "SIGUSR1", color=ORANGE, ha="right")
     left.text(
-        marks["exit code 75"] + 0.3,
+        marks["exit code 75"] + 1,
         steps * 0.12,
         "saved, ended with 75,\nstarted again with\n--ckpt_path last",
         color=RED,
@@ -81,10 +81,10 @@ def draw(seen: list[tuple[float, int]], marks: dict[str, float], found: dict[int
     before = [(step + 1, loss) for step, loss in found.items() if step < stop]
     after = [(step + 1, loss) for step, loss in found.items() if step >= stop - 1]
     right.plot(
-        [step + 1 for step in found], list(found.values()), color=GREY, linewidth=5, alpha=0.5, label="never stopped"
+        [step + 1 for step in found], list(found.values()), color=GREY, linewidth=5, alpha=0.5, label="uninterrupted"
     )
-    right.plot(*zip(*before, strict=True), color=BLUE, label="until the signal")
-    right.plot(*zip(*after, strict=True), color=GREEN, label="gone on: the same bits")
+    right.plot(*zip(*before, strict=True), color=BLUE, label="before SIGUSR1")
+    right.plot(*zip(*after, strict=True), color=GREEN, label="resumed, bit-equal")
     right.set(xlabel="optimizer step", ylabel="training loss")
     right.legend(fontsize=8)
     save(drawn, "preempted")

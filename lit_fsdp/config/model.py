@@ -188,7 +188,7 @@ class ModelConfig:
     """Values that replace those of the model's config, also on export, e.g. {max_position_embeddings: 131072,
     rope_parameters: {rope_type: yarn, factor: 4.0}}; they must not change names or shapes of loaded weights."""
     add_tokens: list[str] | None = None
-    """Special tokens added to the tokenizer; embedding and head grow by one row each."""
+    """Special tokens added to the tokenizer; embedding and head grow by the rows they lack."""
     neftune_alpha: float | None = None
     """Maximum norm of the noise on the embeddings of each training sample (NEFTune: 5 to 15); null: none."""
     attn_implementation: Literal["sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3"] | None = (
