@@ -25,11 +25,12 @@ from lit_fsdp.errors import CheckpointError
 from lit_fsdp.metrics.hardware import is_accelerator, peak_device_bytes, peak_host_bytes, reset_peak_host_bytes
 from lit_fsdp.metrics.step_metrics import end_of
 from lit_fsdp.parallel.base import EngineStrategy
-from lit_fsdp.redaction import redact_values
+from lit_fsdp.redaction import redact, redact_values
 from lit_fsdp.report.data import data_table
 from lit_fsdp.report.tables import console_for, dtypes_table, parameter_counts, units_table
 
 _log = logging.getLogger(__name__)
+_MOST_SHOWN = 600  # characters of an error
 _OF_TRAINING = ("status", "started", "ended", "measured_peak_bytes_per_rank")
 """Values of ``audit.json`` that steps of training replace."""
 PENDING_RECIPE = ".recipe.yaml"
@@ -67,7 +68,8 @@ class RunRecord(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Record how the run ended, and dump the memory of a full GPU before the Trainer clears it."""
         is_stop = isinstance(exception, (StopRequested, KeyboardInterrupt))
-        self._note(trainer, "stopped" if is_stop else f"failed: {type(exception).__name__}")
+        words = f"failed: {type(exception).__name__}: {redact(str(exception).strip())[:_MOST_SHOWN]}".rstrip(": ")
+        self._note(trainer, "stopped" if is_stop else words)
         device = trainer.strategy.root_device
         if not isinstance(exception, torch.OutOfMemoryError) or not is_accelerator(device):
             return

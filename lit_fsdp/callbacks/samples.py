@@ -21,7 +21,7 @@ from lit_fsdp.config.sections import build
 from lit_fsdp.data.prompts import Prompt
 from lit_fsdp.report.data import visible
 
-_COLUMNS = ["step", "prompt", "wanted", "got"]
+_COLUMNS = ["step", "prompt", "expected", "generated"]
 _AT_ONCE = 8  # prompts per batch and rank
 _SHOWN_CHARACTERS = 300
 
@@ -83,17 +83,17 @@ class Samples(Callback):
         exact: list[float] = []
         tokens: list[float] = []
         for i, prompt in enumerate(self._prompts):
-            wanted, got = prompt.wanted or [], by_rank[i % ranks][i // ranks]
-            three = (prompt.input_ids, wanted, got)
+            expected, generated = prompt.wanted or [], by_rank[i % ranks][i // ranks]
+            three = (prompt.input_ids, expected, generated)
             texts = [str(module.tokenizer.decode(ids, skip_special_tokens=True)).strip() for ids in three]
             rows.append([trainer.global_step, *texts])
-            if wanted:
+            if expected:
                 exact.append(float(texts[1] == texts[2]))
-                tokens += [float(a == b) for a, b in zip_longest(wanted, got[: len(wanted)])]
+                tokens += [float(a == b) for a, b in zip_longest(expected, generated[: len(expected)])]
         if trainer.is_global_zero:
             _write(Path(trainer.default_root_dir) / "samples.csv", rows)
-            for step, question, wanted, got in rows:
-                shown = f"step {step}: {question[-_SHOWN_CHARACTERS:]}\nwanted: {wanted}\ngot: {got}"
+            for step, question, expected, generated in rows:
+                shown = f"step {step}: {question[-_SHOWN_CHARACTERS:]}\nexpected: {expected}\ngenerated: {generated}"
                 print(visible(shown), file=sys.stderr)
             for logger in trainer.loggers:
                 if hasattr(logger, "log_table"):  # W&B

@@ -290,7 +290,7 @@ class EngineStrategy(ForeignParts):
         self.reshard()
         self.model = self._root
         self.barrier()  # type: ignore[attr-defined]
-        self._check_parameters("after set-up")
+        self._check_parameters("after setup")
         self.contract.check("buffers", module.named_buffers(), self.config.precision_config.buffer_dtype)
         if trainer.state.fn == "fit":
             self.setup_optimizers(trainer)  # type: ignore[attr-defined]

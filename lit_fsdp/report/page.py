@@ -132,7 +132,9 @@ def write_page(runs: Sequence[RunFiles], out: Path) -> None:
         flat = [dict(leaves(run.recipe)) for run in runs]
         keys = dict.fromkeys(key for values in flat for key in values)
         differing = [key for key in keys if any(_read(values.get(key)) != _read(flat[0].get(key)) for values in flat)]
-        columns = [{key: json.dumps(values.get(key), ensure_ascii=False) for key in differing} for values in flat]
+        columns = [
+            {key: json.dumps(_read(values.get(key)), ensure_ascii=False) for key in differing} for values in flat
+        ]
         parts.append(_beside("Where the recipes differ", names, columns) or "<p>The recipes are equal.</p>")
     ends = [curve.last_step for run in runs if (curve := run.metrics.get("train_loss"))]
     if len({*ends}) > 1:
@@ -175,6 +177,7 @@ def _read(value: Any) -> Any:
 
 def _facts(run: RunFiles) -> dict[str, str]:
     audit, model = run.audit, run.recipe.get("model") or {}
+    model = {**model, **(model.get("init_args") or {})}
     saved = [found.step for found in survey(run.folder / FOLDER) if not found.damage]
     done = max([*(curve.last_step for curve in run.metrics.values()), *saved], default=0)
     limit = (run.recipe.get("trainer") or {}).get("max_steps") or -1
@@ -221,15 +224,17 @@ def _charts(runs: Sequence[RunFiles]) -> str:
                 label, look = (name, (j, 0)) if len(runs) == 1 else (f"{run.folder} {name}", (i, j))
                 curves.append((label, run.metrics.get(name, Curve()), *look))
         drawn.append(_chart(title, curves))
-    return f"<h2>By optimizer step</h2><div class=charts>{''.join(drawn) or 'No steps were logged.'}</div>"
+    return f"<h3>By optimizer step</h3><div class=charts>{''.join(drawn) or 'No steps were logged.'}</div>"
 
 
 def _memory(run: RunFiles) -> dict[str, str]:
     predicted, measured = run.audit.get("predicted_peak_bytes"), run.audit.get("measured_peak_bytes_per_rank")
     found = {} if predicted is None else {"predicted, largest rank": size_words(predicted)}
     if measured:
-        found[f"measured, highest of {len(measured)}"] = size_words(max(measured))
-        found["measured, lowest"] = size_words(min(measured))
+        found[f"measured, maximum of {len(measured)} rank{'s' if len(measured) > 1 else ''}"] = size_words(
+            max(measured)
+        )
+        found["measured, minimum"] = size_words(min(measured))
     if predicted and measured and max(measured) > 0:
         found["predicted ÷ measured"] = f"{predicted / max(measured):.1%}"
     return found
@@ -266,7 +271,7 @@ def _data_and_model(run: RunFiles) -> list[str]:
     found = []
     for table in tables:
         rows = zip(*(map(str, column.cells) for column in table.columns), strict=True)
-        title = str(table.title or "Dtypes, as read back")
+        title = str(table.title or "Dtypes of the run")
         found.append(_table(title, [str(column.header) for column in table.columns], rows))
         found += [f"<p>{_text(table.caption)}</p>"] if table.caption else []
     return found
@@ -305,8 +310,11 @@ def _chart(title: str, curves: Sequence[tuple[str, Curve, int, int]], across: st
         return f"<figure><figcaption>{title}</figcaption></figure>" if lost else ""
     first, last = min(step for step, _ in every), max(step for step, _ in every)
     low, high = min(value for _, value in every), max(value for _, value in every)
-    low = 0.0 if 0 <= low < high / 2 else low
-    high = high if high > low else low + (abs(low) or 1.0)
+    ends = [_number(value) for value in (low, high)]
+    if low == high:  # centered, with its value in the legend
+        low, high, ends = low - (abs(low) or 1), low + (abs(low) or 1), ["", ""]
+    elif 0 <= low < high / 2:
+        low, ends[0] = 0.0, "0"
 
     def place(step: float, value: float) -> str:
         right = (step - first) / (last - first) if last > first else 0.5
@@ -324,7 +332,7 @@ def _chart(title: str, curves: Sequence[tuple[str, Curve, int, int]], across: st
     svg = (
         f'<svg viewBox="0 0 100 100" preserveAspectRatio="none" role="img" aria-label="{title}">{"".join(drawn)}</svg>'
     )
-    plot = f'<div class=plot data-low="{_number(low)}" data-high="{_number(high)}">{svg}</div>'
+    plot = f'<div class=plot data-low="{ends[0]}" data-high="{ends[1]}">{svg}</div>'
     where = [(step, place(step, low).partition(",")[0]) for step in _ticks(first, last)]
     ticks = "".join(f'<small style="left:{right}%">{step:,}</small>' for step, right in where)
     plot += f"<div class=ticks>{ticks}</div><div class=across>{across}</div>"

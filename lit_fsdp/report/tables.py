@@ -68,7 +68,7 @@ def ranks_table(ranks: list[dict[str, int]]) -> Table:
 
 def dtypes_table(report: dict[str, Any]) -> Table:
     """Format the dtypes read back from a live run."""
-    table = _table(None, ("what", "found"))
+    table = _table(None, ("tensors", "dtypes"))
     for what, found in report["realized"].items():
         table.add_row(what, ", ".join(f"{count} × {dtype}" for dtype, count in found.items()))
     return table

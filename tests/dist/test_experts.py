@@ -156,7 +156,7 @@ def test_experts_in_four_bits_are_those_that_bitsandbytes_rounds(
         for found in on_ranks("train_lora", 2, run=str(run), strategy={**strategy, "precision": "fp32"}, **job):
             assert worst_difference(found["losses"], wanted) < 1e-5
             assert found["changed"] == []
-            assert {"packed parameters after set-up"} < set(found["dtypes"]["realized"])
+            assert {"packed parameters after setup"} < set(found["dtypes"]["realized"])
     halves, whole = found["audit"]["units"], sum(param.numel() for param in packed.values())
     assert sum(unit["quantization_bytes"] for unit in halves) >= whole / 16
     assert sum(unit["num_params"] - unit["num_trainable"] for unit in halves) == rounded.num_parameters()

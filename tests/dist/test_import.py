@@ -179,5 +179,5 @@ def test_the_converted_recipe_trains_as_accelerate_does(
     assert [name for name in theirs["units"] if ".layers." in name] == blocks
     units = [unit["name"] for unit in ours["audit"]["units"] if "layers." in unit["name"]]
     assert [f"model.{name[name.index('layers.') :]}" for name in units] == blocks
-    assert set(ours["dtypes"]["realized"]["parameters after set-up"]) == {"fp32"}
+    assert set(ours["dtypes"]["realized"]["parameters after setup"]) == {"fp32"}
     assert ours["losses"] == pytest.approx(theirs["losses"], rel=tolerance)

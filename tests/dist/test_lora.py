@@ -80,7 +80,7 @@ def test_mixed_precision_keeps_the_base_in_bf16_and_the_audit_says_so(tiny_model
             trained = unit["num_trainable"]
             assert unit["num_bytes"] == 4 * trained + size * (unit["num_params"] - trained)
         assert dtypes["declared"] == {"param": "fp32", "frozen": frozen, "compute": "bf16", "reduce": "fp32"}
-        for when in ("after set-up", "after the first step"):
+        for when in ("after setup", "after the first step"):
             assert set(dtypes["realized"][f"parameters {when}"]) == {"fp32"}
             assert set(dtypes["realized"][f"frozen parameters {when}"]) == {frozen}
         assert set(dtypes["realized"]["gradients"]) == {"fp32"}

@@ -92,7 +92,7 @@ def test_realized_dtypes(tiny_model: Path, wanted: list[float], engine: str) -> 
     for (param, compute, reduce), (result, _) in zip(modes.values(), found, strict=True):
         realized = {what: set(found) for what, found in result["dtypes"]["realized"].items()}
         assert realized == {
-            "parameters after set-up": {param},
+            "parameters after setup": {param},
             "gathered parameters in the forward": {compute},
             "buffers": {"fp32"},
             "reductions": {reduce},

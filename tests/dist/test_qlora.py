@@ -57,7 +57,7 @@ def test_losses_are_those_of_peft_and_bitsandbytes(
         assert result["only_trained_are_optimized"]
         assert result["changed"] == []
         realized = result["dtypes"]["realized"]
-        assert set(realized["packed parameters after set-up"]) == {"bf16"}
+        assert set(realized["packed parameters after setup"]) == {"bf16"}
         assert set(realized["parameters after the first step"]) == {"fp32"}
 
 

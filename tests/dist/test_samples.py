@@ -45,10 +45,10 @@ def test_they_are_the_exported_models_and_change_nothing_also_after_a_resume(
         messages = [{"role": role, "content": text} for role, text in turns]
         ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt")["input_ids"]
         answer = model.generate(ids, do_sample=False, max_new_tokens=NEW)[0, ids.shape[1] :]
-        assert row["got"] == tokenizer.decode(answer, skip_special_tokens=True).strip()
-        wanted = tokenizer(f"{row['wanted']}<|im_end|>", add_special_tokens=False)["input_ids"]
+        assert row["generated"] == tokenizer.decode(answer, skip_special_tokens=True).strip()
+        wanted = tokenizer(f"{row['expected']}<|im_end|>", add_special_tokens=False)["input_ids"]
         correct += sum(a == b for a, b in zip(wanted, answer.tolist(), strict=False))
-        total, exact = total + len(wanted), exact + (row["got"] == row["wanted"])
+        total, exact = total + len(wanted), exact + (row["generated"] == row["expected"])
     metrics = asked[0]["metrics"]
     assert metrics["val_answer_token_accuracy"] == pytest.approx(correct / total)
     assert metrics["val_exact_match"] == pytest.approx(exact / 5)
@@ -68,9 +68,9 @@ def test_prompts_of_a_file_at_the_end_of_training(dropout_model: Path, tmp_path:
     found = on_ranks("sampled_run", 2, run=str(tmp_path / "run"), steps=3, has_loggers=True, **job)
     assert not any("match" in name for name in found[0]["metrics"])
     (row,) = records(tmp_path / "run" / "samples.csv")
-    assert (row["step"], row["wanted"], row["prompt"]) == ("3", "", "user\nHello\nassistant")
-    table = [3, "user\nHello\nassistant", "", row["got"]]
-    assert found[0]["tables"] == [["samples", 3, ["step", "prompt", "wanted", "got"], [table]]]
+    assert (row["step"], row["expected"], row["prompt"]) == ("3", "", "user\nHello\nassistant")
+    table = [3, "user\nHello\nassistant", "", row["generated"]]
+    assert found[0]["tables"] == [["samples", 3, ["step", "prompt", "expected", "generated"], [table]]]
     assert found[1]["tables"] == []
     events = reader.EventAccumulator(str(tmp_path / "run/tb/0"))
     events.Reload()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 
 import pytest
@@ -48,6 +50,9 @@ def test_no_canary_in_any_output(tiny_model: Path, tmp_path: Path, where: str) -
     for folder in (tmp_path, job.place):
         texts |= {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     assert len(texts) > 3
+    if where in ("step", "disk"):
+        status = json.loads((tmp_path / "run/audit.json").read_text())["status"]
+        assert re.match(r"failed: \w+Error: .*made to fail: https://\*\*\*@hub", status, re.DOTALL)
     for name, text in texts.items():
         for canary in CANARIES.values():
             assert canary.encode() not in text, f"{name} holds a secret: {text[-2000:]!r}"

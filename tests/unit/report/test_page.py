@@ -30,6 +30,8 @@ RECIPE: dict[str, Any] = {
 }
 END: dict[str, Any] = {"status": "stopped", "started": "2031-01-02T03:04:05+00:00"}
 END |= {"ended": "2031-01-02T04:04:06+00:00"}
+UNITS: dict[str, Any] = {"wrapped_by": "hand", "units": [], "num_params": 1234, "num_trainable": 1234}
+MESH: dict[str, Any] = {"engine": "fsdp2", "sharding": "hybrid_shard", "shard_degree": 2, "replicate_degree": 4}
 STARTS = [{"step": 0, "ranks": 8, "changed": []}, {"step": 2, "ranks": 1, "changed": ["model.optim.lr: 0.1 → 0.2"]}]
 ROWS = ["step,train_loss,lr,val_loss,mine", "1,4.0,0.1,,", "2,3.0,0.2,2.5,nan", "3,inf,0.3,,7", "4,2.0,0.4,3.5,8"]
 
@@ -56,13 +58,11 @@ def page_of(*words: str | Path, capsys: pytest.CaptureFixture[str]) -> Page:
 def test_what_a_run_folder_holds(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("MY_API_TOKEN", "tell-nobody")
     peaks = {"predicted_peak_bytes": 3 * GIB, "measured_peak_bytes_per_rank": [2 * GIB, 4 * GIB]}
-    units: dict[str, Any] = {"wrapped_by": "hand", "units": [], "num_params": 1234, "num_trainable": 1234}
-    mesh = {"engine": "fsdp2", "sharding": "hybrid_shard", "shard_degree": 2, "replicate_degree": 4}
     folder = run_folder(
-        tmp_path / "run", audit={**peaks, **units, **mesh, **END, "starts": STARTS, "versions": {"torch": "2.99"}}
+        tmp_path / "run", audit={**peaks, **UNITS, **MESH, **END, "starts": STARTS, "versions": {"torch": "2.99"}}
     )
     answers = [f'1,"{EVIL} tell-nobody",wanted,first', "2,asked,wanted,between", '3,"two\nlines",wanted,"last\x1b[2J"']
-    (folder / "samples.csv").write_text("\n".join(["step,prompt,wanted,got", *answers]) + "\n")
+    (folder / "samples.csv").write_text("\n".join(["step,prompt,expected,generated", *answers]) + "\n")
     page = page_of(folder, capsys=capsys)
     assert page.curves == {"train_loss": 3, "val_loss": 2, "lr": 4, "mine": 2}
     assert page.ticks == [["1", "2", "3", "4"], ["1", "2", "3", "4"], ["3", "4"]]
@@ -104,6 +104,13 @@ def test_runs_beside_each_other(tmp_path: Path, capsys: pytest.CaptureFixture[st
     ]
     assert (page.curves["runs/a train_loss"], page.curves["runs/b train_loss"]) == (3, 2)
     assert "Training losses end at different steps (4, 2): compare curves at the same step." in page.text
+    (single := Path("runs/pairs")).mkdir()
+    pairs = {"class_path": "lit_fsdp.PreferenceModule", "init_args": {"name": "somebody/base", "miniature": True}}
+    run_folder(single / "p", {**RECIPE, "model": pairs}, ["step,val_loss", "2,5.8"], audit={**MESH, **UNITS})
+    page = page_of(single / "p", capsys=capsys)
+    assert dict(page.tables["At a glance"])["model"].startswith("somebody/base, lit_fsdp.PreferenceModule, miniature")
+    assert 'data-low="" data-high=""' in page.text  # a single value is at half the height, with its number below
+    assert "M50.00,50.00h0" in page.text
     for name, devices in (("c", 2), ("d", "2"), ("e", 2.0)):  # as by a flag
         run_folder(Path("runs", name), {**RECIPE, "trainer": {**RECIPE["trainer"], "devices": devices}})
     both = page_of("runs/c", "runs/d", "runs/e", "-o", "both.html", capsys=capsys).text
