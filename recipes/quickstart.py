@@ -174,7 +174,7 @@ def show_results(run: Path, export: Path) -> None:
     print(f"units, dtypes     {run}/audit.json, {run}/dtypes.json")
     print(f"exported model    {export}")
     ask = f"lit-fsdp generate --model {export} --system '{SYSTEM}' --prompt {PROMPT}"
-    print(f"ask it            {Path(sys.executable).parent.relative_to(ROOT) if in_checkout() else ''}/{ask}")
+    print(f"ask it            {f'{Path(sys.executable).parent.relative_to(ROOT)}/' if in_checkout() else ''}{ask}")
 
 
 def in_checkout() -> bool:

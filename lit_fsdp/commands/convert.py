@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,6 +27,10 @@ def run_convert(argv: Sequence[str]) -> int:
     parser.add_argument("--ranks", type=int, help="ranks of the run, if the file does not specify them")
     parser.add_argument("--num_nodes", type=int, default=1, help="nodes of the run, if the file does not specify them")
     parser.add_argument("--allow-differences", action="store_true", help="write a recipe that trains differently")
+    words = [word for word in argv if not word.startswith("-")]
+    if len(words) == 1 and Path(words[0]).is_file():
+        fix = f"write lit-fsdp convert FORMAT {shlex.quote(words[0])}"
+        raise ConfigError("lit-fsdp convert", f"{words[0]} without its format", " | ".join(FORMATS), fix)
     options = parse(parser, argv)
     name = options.format.lower()
     near = [_MEANT[name]] if name in _MEANT else difflib.get_close_matches(name, FORMATS, n=1)

@@ -10,7 +10,18 @@ from lit_fsdp.convert.accelerate import fsdp_table, put_shards
 from lit_fsdp.convert.conversion import Conversion, Given, names, number
 from lit_fsdp.convert.deepspeed import put_deepspeed, put_precision
 from lit_fsdp.convert.hf_trainer import ADAPTERS, ARGUMENTS, put_loop, put_strategy
-from lit_fsdp.convert.tables import FILLED_IN, OFF, UNSUPPORTED, Drop, Keep, Source, Table, put_data_sets, rows
+from lit_fsdp.convert.tables import (
+    FILLED_IN,
+    OFF,
+    ONLY_ADAMW,
+    UNSUPPORTED,
+    Drop,
+    Keep,
+    Source,
+    Table,
+    put_data_sets,
+    rows,
+)
 from lit_fsdp.errors import require
 
 _ALIASES = {
@@ -49,8 +60,9 @@ _AXOLOTL: Table = {
     **ADAPTERS,
     **{theirs: Keep(ours) for theirs, ours in _KEPT.items()},
     **_MASKS,
-    "optim": Drop("lit_fsdp uses AdamW; others: model.optim.class_path",
+    "optim": Drop(ONLY_ADAMW,
                   "adamw_torch adamw_torch_fused adamw_hf paged_adamw_32bit"),
+    "streaming": Keep("data.streaming", {"true": True, "false": None}),
     "sample_packing": Keep("data.packing", {"true": True, "false": None},
                            "micro_batch_size counts packs, of the same size as in Axolotl"),
     "excess_length_strategy": Keep("data.truncation", {"drop": "drop", "truncate": "end", "raise": "error"}),
@@ -155,6 +167,8 @@ def _data(conversion: Conversion, source: Source) -> None:
         given = source.take(name)
         if given.key:
             put_data_sets(conversion, given, to, "path", begin)
+        if name == "pretraining_dataset" and given.key and source.look("streaming") is None:
+            source.fill_in("streaming", True)
 
 
 def _of_data_set(own: str, messages: str) -> Table:

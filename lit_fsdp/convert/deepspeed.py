@@ -10,7 +10,7 @@ from typing import Any
 
 from lit_fsdp.config.run import STRATEGY
 from lit_fsdp.convert.conversion import Conversion, Given, number, read_mapping
-from lit_fsdp.convert.tables import OFF, Drop, Keep, Source, Table, rows, under
+from lit_fsdp.convert.tables import OFF, ONLY_ADAMW, Drop, Keep, Source, Table, rows, under
 from lit_fsdp.errors import require
 
 _MODES = {"no": "fp32", "bf16": "mixed", "fp16": "fp16_mixed", "fp8": "fp8"}
@@ -48,7 +48,7 @@ _DEEPSPEED: Table = {
         "params.total_num_steps": Keep("trainer.max_steps", why="the schedule ends with the run here"),
     }),
     **under("optimizer", {
-        "type": Drop("lit_fsdp uses AdamW; others: model.optim.class_path", "adam adamw fusedadam"),
+        "type": Drop(ONLY_ADAMW, "adam adamw fusedadam"),
         "params.lr": Keep("model.optim.lr"),
         "params.betas": Keep("model.optim.beta1 model.optim.beta2"),
         "params.eps": Keep("model.optim.eps"),
@@ -173,7 +173,11 @@ def _put_rest(conversion: Conversion, source: Source, values: dict[str, Any], ra
         if switch.value == "auto" and held:
             conversion.drop(switch, "the other file sets it")
         elif switch.value == "auto" or not switch.on:
-            auto = " (auto: no other setting enables it)" if switch.value == "auto" else ""
+            auto = (
+                " (auto: no other setting enables it; a Trainer file that names this one may: convert that)"
+                if switch.value == "auto"
+                else ""
+            )
             conversion.drop(switch, f"it is off{auto}")
             source.ignore(f"{name}.", f"{name} is off")
         elif held in {"bf16": ("mixed", "low_precision"), "fp16": ("fp16_mixed",)}[word]:

@@ -12,7 +12,8 @@ from lit_fsdp.config.words import ROWS_FILES
 from lit_fsdp.convert.accelerate import SHARDINGS, convert_fsdp, fsdp_table
 from lit_fsdp.convert.conversion import Conversion, Given, choose, names, number, read_mapping
 from lit_fsdp.convert.deepspeed import put_deepspeed, put_engine, put_precision
-from lit_fsdp.convert.tables import FILLED_IN, OFF, Drop, Keep, Source, Table, put_data_sets, rows
+from lit_fsdp.convert.tables import FILLED_IN, OFF, ONLY_ADAMW, Drop, Keep, Source, Table, put_data_sets, rows
+from lit_fsdp.errors import require
 
 _RECOMPUTE = Keep("activation_checkpointing.mode", {"true": "full", "false": None}, "the blocks of the wrap choice")
 _SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant",
@@ -32,7 +33,7 @@ ARGUMENTS: Table = {
     "adam_epsilon": Keep("model.optim.eps"),
     "lr_scheduler_type": Keep("model.optim.schedule", _SCHEDULES, other="this schedule is not supported"),
     "lr_scheduler_kwargs.min_lr_rate": Keep("model.optim.min_lr_ratio"),
-    "optim": Drop("lit_fsdp uses AdamW; others: model.optim.class_path",
+    "optim": Drop(ONLY_ADAMW,
                   "adamw_torch adamw_torch_fused adamw_hf paged_adamw paged_adamw_32bit "
                   "default_optim"),
     "save_total_limit": Keep("checkpoint.keep_last", lambda key, value: max(0, number(key, value)) or -1,
@@ -158,6 +159,11 @@ _DPO: Table = {  # its DPOConfig
 }  # fmt: skip
 
 
+_OTHER_METHODS = {
+    "num_generations": "GRPO or RLOO", "num_ppo_epochs": "PPO", "desirable_weight": "KTO",
+    "center_rewards_coefficient": "a reward model", "lmbda": "GKD",
+}  # fmt: skip
+"""Arguments that only TRL's other trainers have."""
 _MASKS_OF_TRL = ("assistant_only_loss", "completion_only_loss", "dataset_text_field")
 """Keys that select the supervised tokens."""
 
@@ -235,6 +241,9 @@ def put_adapters(conversion: Conversion, source: Source, folder: Path, validates
 
 def convert_hf_trainer(conversion: Conversion, values: dict[str, Any], folder: Path, ranks: int | None) -> None:
     """Convert TrainingArguments; file paths are resolved relative to here, then to ``folder``."""
+    for key, method in _OTHER_METHODS.items():
+        fix = "this method is not supported"
+        require(key not in values, key, f"an argument of {method}", "files for SFT or DPO", fix)
     for key in ("fsdp_config", "accelerator_config", "lr_scheduler_kwargs"):
         if isinstance(values.get(key), str):
             values[key] = read_mapping(key, values[key], folder) if values[key] else None

@@ -20,6 +20,10 @@ FILLED_IN: dict[str, Any] = {
     "seed_everything": 42, "checkpoint.keep_last": -1,
 }  # fmt: skip
 """Defaults of Transformers, also used for ``auto``, by path of the recipe."""
+ONLY_ADAMW = (
+    "the recipe uses AdamW; for others set model.optim.class_path, such as torchao.optim.AdamW8bit or "
+    "lit_fsdp.MuonWithAdamW"
+)
 OFF = "false 0 0.0 none no []"
 _LOADERS = ("json", "csv", "parquet", "text", "arrow")  # names in place of a data set, for files anywhere
 

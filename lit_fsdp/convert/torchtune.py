@@ -10,7 +10,7 @@ from lit_fsdp.config.command_line import PREFERENCE
 from lit_fsdp.convert.accelerate import put_shards
 from lit_fsdp.convert.conversion import Conversion, Given, names, number
 from lit_fsdp.convert.deepspeed import put_engine
-from lit_fsdp.convert.tables import UNSUPPORTED, Drop, Keep, Source, Table, put_data_sets, rows
+from lit_fsdp.convert.tables import ONLY_ADAMW, UNSUPPORTED, Drop, Keep, Source, Table, put_data_sets, rows
 from lit_fsdp.errors import require
 
 _DATA_SETS = {
@@ -51,7 +51,7 @@ _TORCHTUNE: Table = {
     "enable_activation_checkpointing": Keep("activation_checkpointing.mode", {"true": "full", "false": None}),
     "fsdp_reshard_after_forward": Keep("sharding", {"true": "full_shard", "false": "shard_grad_op"}),
     "lr_scheduler.num_warmup_steps": Keep("model.optim.warmup_steps", why="the first step has 1/n of the rate, not 0"),
-    "optimizer._component_": Drop("lit_fsdp uses AdamW; others: model.optim.class_path", "torch.optim.adamw"),
+    "optimizer._component_": Drop(ONLY_ADAMW, "torch.optim.adamw"),
     "optimizer.*": Drop("lit_fsdp uses torch's fused AdamW"),
     "lr_scheduler._component_": Drop("this schedule is not supported", f"torchtune.training.lr_schedulers.{_COSINE} "
                                      f"torchtune.modules.{_COSINE}"),

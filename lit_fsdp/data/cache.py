@@ -18,7 +18,7 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from lit_fsdp.config.data import COLUMNS, DataConfig, RowFormat, Sources
-from lit_fsdp.data.encode import CUT, TOO_LONG, EncodedRow, RowEncoder
+from lit_fsdp.data.encode import CUT, NOTHING_LEFT, TOO_LONG, EncodedRow, RowEncoder
 from lit_fsdp.data.readers import RawRow, Row
 from lit_fsdp.data.sources import Source, content_hash, find_sources
 from lit_fsdp.data.workers import load
@@ -41,9 +41,11 @@ _VERSION = 14
 _FIXES = {
     CUT: "increase data.max_seq_length, or set data.truncation: start",
     TOO_LONG: "increase data.max_seq_length",
+    NOTHING_LEFT: "each row needs an assistant message or a completion; data.turns.roles maps the names of roles",
 }
 """Fixes for a source without supervised tokens, by the reason of most of its dropped rows."""
 _NAMED = 20
+_MANY = 0.1  # of the rows: so many dropped ones are worth a warning
 _ROWS = 250
 
 
@@ -115,6 +117,13 @@ def prepare_rows(sources: Sources, config: DataConfig, encoder: RowEncoder) -> T
         before = next((name for name in sorted(names, key=len, reverse=True) if line.startswith(f"{name}:")), "")
         rows.meta["refused"][number] = names.get(before, before) + line.removeprefix(before)
     say_dropped(rows.meta["refused"])
+    total, dropped = (
+        rows.meta["rows_read"],
+        {why: count for why, count in rows.meta["dropped"].items() if why in _FIXES},
+    )
+    if (count := sum(dropped.values())) > _MANY * total and is_first_process():
+        reasons = ", ".join(f"{number:,} {reason}" for reason, number in dropped.items())
+        _log.warning("%s: %s of %s rows dropped: %s%s", name, f"{count:,}", f"{total:,}", reasons, _fix_for(dropped))
     return rows
 
 
@@ -129,9 +138,13 @@ def nothing_supervised(name: str, dropped: dict[str, int], refused: Sequence[str
     """Build the error for a source without supervised tokens, with the first of its invalid rows."""
     reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.items()) or "0"
     first = "".join(f"\n  first invalid row: {line.splitlines()[0]}" for line in refused[:1])
+    return DataError(f"{name}: no token of any row is supervised; rows dropped: {reasons}{first}{_fix_for(dropped)}")
+
+
+def _fix_for(dropped: dict[str, int]) -> str:
+    """The fix for the reason of most dropped rows, as a line; empty if unknown."""
     fix = _FIXES.get(max(dropped, key=lambda reason: dropped[reason], default=""))
-    fix = f"\n  fix:     {fix}" if fix else ""
-    return DataError(f"{name}: no token of any row is supervised; rows dropped: {reasons}{first}{fix}")
+    return f"\n  fix:     {fix}" if fix else ""
 
 
 def say_dropped(refused: Sequence[str]) -> None:

@@ -140,8 +140,10 @@ def _held_out(rows: TokenizedRows, val_split: float) -> np.ndarray:
         lowest = np.sort(rows.keys[firsts])[: int(val_split)]
         chosen = rows.keys <= lowest[-1]
     if chosen.all() or not chosen.any():
+        dropped = sum(rows.meta["dropped"].values())
+        more = f", as {dropped} more were dropped" if dropped else ""
         raise DataError(
-            f"data.val_split {val_split} takes {int(chosen[firsts].sum())} of {len(firsts)} rows\n"
+            f"data.val_split {val_split} takes {int(chosen[firsts].sum())} of {len(firsts)} rows{more}\n"
             "  allowed: a share or number that leaves rows for both training and validation\n"
             "  fix:     set data.val_split: null, or add different rows"
         )

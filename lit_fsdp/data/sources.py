@@ -77,6 +77,10 @@ class Source:
                 others = set((self.columns or {}).values()) - {theirs}
                 near = get_close_matches(theirs, names, n=1) if others <= {*names} else []
                 whole = {**(self.columns or {}), ours: near[0]} if near else {}
+                same = {name.lower(): name for name in names}  # with other capitals
+                if not near and all(name.lower() in same for name in (self.columns or {}).values()):
+                    near = [theirs]
+                    whole = {key: same[name.lower()] for key, name in (self.columns or {}).items()}
                 shown = yaml.safe_dump(
                     whole, default_flow_style=True, sort_keys=False, allow_unicode=True, width=10_000
                 )

@@ -49,7 +49,8 @@ class Chat:
             prompts and completions in plain text.
 
     Raises:
-        ConfigError: The folder has no model or adapter, or the base cannot be found or is a different model.
+        ConfigError: The folder has no model or adapter, or the base cannot be found or is a different model; without
+            ``raw``, the tokenizer has no chat template.
     """
 
     def __init__(
@@ -63,6 +64,11 @@ class Chat:
         raw: bool = False,
     ) -> None:
         self.model, self.tokenizer = _loaded(folder, base, trust_remote_code)
+        given, allowed = (
+            "without a chat template (typical of a base model)",
+            "a model with one, or --raw for plain text",
+        )
+        require(raw or self.tokenizer.chat_template, "--model", f"{folder} {given}", allowed, "add --raw")
         self.max_new_tokens = max_new_tokens
         self.sampling, self.raw = sampling, raw
         self.conversation = [{"role": "system", "content": system}] if system else []

@@ -147,7 +147,7 @@ def test_what_does_not_names_the_key() -> None:
         ("axolotl", {"datasets": [CHAT, {**CHAT, "train_on_eos": "all"}]},
          "datasets.1.train_on_eos: dropped because only the end of supervised turns is supervised"),
         ("axolotl", {"warmup_steps": None, "max_steps": None}, "warmup_steps (by default 3 % of the steps, 100"),
-        ("axolotl", {"optimizer": "adamw_bnb_8bit"}, "optimizer: dropped because lit_fsdp uses AdamW"),
+        ("axolotl", {"optimizer": "adamw_bnb_8bit"}, "optimizer: dropped because the recipe uses AdamW"),
         ("axolotl", {"tensor_parallel_size": 2}, "tensor_parallel_size: dropped because tensor parallelism"),
         ("axolotl", {"sample_paking": True}, "sample_paking: dropped because the key is unknown; the closest is s"),
         ("axolotl", {"use_dynamic_finetuning": True}, "use_dynamic_finetuning: dropped because the key is unknown"),

@@ -77,7 +77,7 @@ def test_what_does_not_names_the_key() -> None:
          "is unknown; the closest is fsdp_config.offload_params"),
         ("accelerate", _fsdp({"parallelism_config": {"tp_size": 2}}, version=2), "parallelism_config.tp_size: dropped"),
         ("hf-trainer", {"deepspeed": "zero.json"}, "deepspeed: dropped because it is not here: convert again in"),
-        ("hf-trainer", {"optim": "adafactor"}, "optim: dropped because lit_fsdp uses AdamW"),
+        ("hf-trainer", {"optim": "adafactor"}, "optim: dropped because the recipe uses AdamW"),
         ("hf-trainer", {"num_train_epochs": 1.5}, "num_train_epochs: kept as trainer.max_epochs: 2 (whole epochs"),
         ("hf-trainer", {"beta": 0.1}, "loss_type (sigmoid by default): kept as model.preference.loss: dpo (if the"),
         ("hf-trainer", {"packing": True}, "assistant_only_loss (false by default): dropped because TRL trains on all"),
@@ -284,3 +284,19 @@ def test_values_that_switch_a_limit_off() -> None:
     assert "ddp_timeout: kept as timeout_seconds: 604800 (at most a week)" in map(str, found.fates)
     assert found.get("checkpoint.keep_last") == -1
     assert "neftune_alpha" not in found.recipe["model"]
+
+
+def test_files_of_other_methods_are_rejected_by_name() -> None:
+    for key, method in (("num_generations", "GRPO or RLOO"), ("desirable_weight", "KTO")):
+        with pytest.raises(ConfigError, match=f"^{key}: got an argument of {method}"):
+            convert("hf-trainer", {"learning_rate": 1e-6, key: 8}, 1)
+
+
+def test_pretraining_of_axolotl_streams() -> None:
+    values = {
+        "base_model": "some/model",
+        "max_steps": 100,
+        "pretraining_dataset": [{"path": "a/b", "type": "pretrain"}],
+    }
+    for more, streams in (({}, True), ({"streaming": False}, None)):
+        assert convert("axolotl", {**values, **more}, 1).get("data.streaming") is streams

@@ -124,8 +124,21 @@ def test_errors_of_rows_say_what_to_do(small, tmp_path):
         path = _written(tmp_path / "rows.jsonl", *first, *lines)
         with pytest.raises(DataError, match=fix):
             _prepare(small, path, max_seq_length=16, **options)
-    with pytest.raises(DataError, match=r"rows dropped: 1 without a supervised token$"):
+    with pytest.raises(
+        DataError, match=r"rows dropped: 1 without a supervised token\n  fix:     each row needs an ass"
+    ):
         _prepare(small, _written(tmp_path / "rows.jsonl", _row("u:nobody")))
+
+
+def test_many_dropped_rows_are_a_warning(small, tmp_path, caplog):
+    good, long = [_row(f"u:{n}", "a:2") for n in range(18)], _row("u:" + "x" * 30, "a:y")
+    for lost, warns in ((2, False), (3, True)):  # a tenth, and more
+        path = _written(tmp_path / "rows.jsonl", *good, *[long] * lost)
+        for _ in range(2):  # also from the cache
+            caplog.clear()
+            _prepare(small, path, max_seq_length=16)
+            text = f"{path}: {lost} of {18 + lost} rows dropped: {lost} cut before the assistant's turn\n  fix: "
+            assert (text in caplog.text) == warns
 
 
 def test_a_tokenizer_that_has_used_its_threads_before(small, tmp_path, many, monkeypatch):

@@ -105,6 +105,10 @@ def test_rows_held_out(small: Any, source: Path):
     assert (len(numbers["val"] - numbers["train"]), len(numbers["train"])) == (5, 15)
     with pytest.raises(DataError, match=r"takes \d+ of 20 rows\n  allowed: a share"):
         _prepare(small, source, val_split=20)
+    talks = [say("u:1", "a:2"), *(say("u:" + "x" * 99 + str(n), "a:3") for n in range(5))]
+    source.write_text("\n".join(json.dumps({"messages": talk}) for talk in talks))
+    with pytest.raises(DataError, match=r"takes 1 of 1 rows, as 5 more were dropped"):
+        _prepare(small, source, val_split=1)
 
 
 def test_a_share_of_few_rows_takes_one_and_leaves_one(small: Any, source: Path, capsys: pytest.CaptureFixture[str]):

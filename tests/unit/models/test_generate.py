@@ -63,6 +63,13 @@ def test_a_raw_prompt_is_plain_text_after_bos_without_template(ask, monkeypatch,
     plain = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("ab", "c")]
     assert given == [[[bos, *plain[0]]], [[bos, *plain[1]]]]  # and nothing of the message before
     assert main(["generate", "--model", str(tmp_path), "--raw", "--system", "x", "--prompt", "y"]) == 2
+    tokenizer.chat_template = None
+    (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="without a chat template") as caught:
+        Chat(str(tmp_path))
+    assert caught.value.fix == "add --raw"
+    assert Chat(str(tmp_path), raw=True).answer("ab")
 
 
 def test_settings_of_the_model_itself_are_not_used(ask):
@@ -160,7 +167,7 @@ def test_what_cannot_be_generated_and_an_answer_without_text(tmp_path, capsys, m
     for name in ("run", "run/best"):
         with pytest.raises(ConfigError, match=f"export --ckpt {tmp_path / name} --out NEW"):
             Chat(str(tmp_path / name))
-    monkeypatch.setattr("lit_fsdp.models.generate._loaded", lambda *_: (None, None))
+    monkeypatch.setattr("lit_fsdp.models.generate._loaded", lambda *_: (None, miniature_tokenizer()))
     monkeypatch.setattr("lit_fsdp.models.generate.answer_batch", lambda *_: [" \n"])
     for words, line in ((["--prompt", "Hello"], ""), ([], "Hello\n")):
         monkeypatch.setattr("sys.stdin", io.StringIO(line))
