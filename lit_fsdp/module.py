@@ -57,7 +57,7 @@ from lit_fsdp.models.loss import (
     targets_here,
 )
 from lit_fsdp.models.neftune import embedding_noise
-from lit_fsdp.models.optimizers import MuonWithAdamW, ShardAdamW, hidden_matrices, optimizer_class
+from lit_fsdp.models.optimizers import MuonWithAdamW, ShardAdamW, hidden_matrices, is_decayed, optimizer_class
 from lit_fsdp.models.overrides import check_overrides
 from lit_fsdp.models.packing import last_hidden_states, model_inputs
 from lit_fsdp.models.parts import RowParts
@@ -139,7 +139,7 @@ class CausalLMModule(LightningModule):
         if self.model is None:
             model, self._adapter_config = build_trainable(self.source.hf_config, self.config, self.source.base)
             self._kept_with_adapter = kept_with_adapters(model, self.config, self.source.overlay is not None)
-            self._decayed = {f"model.{name}" for name, param in model.named_parameters() if param.ndim >= 2}
+            self._decayed = {f"model.{name}" for name, param in model.named_parameters() if is_decayed(name, param)}
             self._hidden = {f"model.{name}" for name in hidden_matrices(model)}
             if self._adapter_config is not None:
                 trained = {name for name, param in model.named_parameters() if param.requires_grad}

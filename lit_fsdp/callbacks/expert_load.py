@@ -22,12 +22,12 @@ _CHOICES = ("top_k_index", "router_indices")  # arguments of the experts' forwar
 class ExpertLoad(Callback):
     """Logs the load of experts every ``log_every_n_steps``, over all ranks and all steps since the last log.
 
-    Padding is not counted. The metric ``expert_largest_share`` is the share of a layer's tokens that its busiest expert
-    received, the maximum over layers; ``expert_entropy`` the entropy of the shares divided by the logarithm of the
-    number of experts (1 if the load is even), the mean over layers; ``experts_unused`` the number of experts in all
-    layers that received no token. With ``expert_parallel``, ``expert_rank_load`` is the number of tokens that the
-    busiest rank of a layer received, divided by the mean over ranks, the maximum over layers. Nothing is logged for
-    models whose experts do not receive the router's choices.
+    Padding is not counted, except what fills a row for ``context_parallel``. The metric ``expert_largest_share`` is the
+    share of a layer's tokens that its busiest expert received, the maximum over layers; ``expert_entropy`` the entropy
+    of the shares divided by the logarithm of the number of experts (1 if the load is even), the mean over layers;
+    ``experts_unused`` the number of experts in all layers that received no token. With ``expert_parallel``,
+    ``expert_rank_load`` is the number of tokens that the busiest rank of a layer received, divided by the mean over
+    ranks, the maximum over layers. Nothing is logged for models whose experts do not receive the router's choices.
     """
 
     def __init__(self) -> None:

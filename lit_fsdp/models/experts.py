@@ -57,11 +57,16 @@ def choose_eager(model: nn.Module) -> list[str]:
     return found
 
 
+def reads_inner_weights(module: nn.Module) -> bool:
+    """Whether the forward pass reads weights of modules inside without calling them: wrapped or packed experts."""
+    is_packed = any(isinstance(child, PackedExperts) for child in module.children())
+    return is_packed or type(module).__name__ == "ParamWrapper"
+
+
 def prepare_experts(model: nn.Module) -> None:
     """Replace the forward pass of grouped experts and of peft's wrappers around experts, in place."""
     for module in model.modules():
-        is_packed = any(isinstance(child, PackedExperts) for child in module.children())
-        if is_packed or hasattr(module, "is_transposed") or type(module).__name__ == "ParamWrapper":
+        if reads_inner_weights(module) or hasattr(module, "is_transposed"):
             module.forward = functools.partial(_forward, module)  # unlike a closure, it survives copies and pickles
 
 

@@ -42,12 +42,17 @@ def optimizer_class(optim: OptimConfig) -> type[torch.optim.Optimizer]:
     return found
 
 
+def is_decayed(name: str, param: nn.Parameter) -> bool:
+    """Whether weight decay applies: not to vectors and biases, which experts stack in two dimensions."""
+    return param.ndim >= 2 and not name.endswith("bias")
+
+
 def hidden_matrices(model: Any) -> set[str]:
     """Names of the matrices between embedding and head, for Muon; a single row or column counts as a vector."""
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     outer = {id(param) for module in ends if module is not None for param in module.parameters()}
     inner = ((name, param) for name, param in model.named_parameters() if id(param) not in outer)
-    return {name for name, param in inner if param.ndim == 2 and min(param.shape) > 1}
+    return {name for name, param in inner if param.ndim == 2 and min(param.shape) > 1 and is_decayed(name, param)}
 
 
 def state_bytes(optim: OptimConfig, model: nn.Module, itemsize: int) -> tuple[Callable[[nn.Parameter, int], int], str]:

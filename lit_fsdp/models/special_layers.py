@@ -11,7 +11,7 @@ from torch import nn
 
 from lit_fsdp.models.attention import source_of
 
-_ROUTER = re.compile(r"router|(^|\.)(\w+_)?gate(\.\w+)?$", re.IGNORECASE)
+_ROUTER = re.compile(r"router|(^|\.)((moe|\w*expert\w*)_)?gate(\.\w+)?$", re.IGNORECASE)
 ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
 """Names of attention layers, and of layers inside them."""
 _USED = re.compile(r"(?<!isinstance\()self\.(\w+)\.weight\b(?!\.(?:device|dtype|shape|size|ndim))")

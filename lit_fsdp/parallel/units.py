@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lit_fsdp.config.strategy import StrategyConfig, WrapConfig
 from lit_fsdp.errors import require
-from lit_fsdp.models.experts import grouped_experts
+from lit_fsdp.models.experts import grouped_experts, reads_inner_weights
 
 _LARGE_ROOT = 10_000_000  # parameters: too many for the root unless units were chosen explicitly
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -257,6 +257,7 @@ def _choose(
         named += _of_size(model, int(wrap.min_num_params))
     choices = {"classes": wrap.classes, "patterns": wrap.patterns, "min_num_params": wrap.min_num_params}
     by_name = ", ".join(f"{kind} {given}" for kind, given in choices.items() if given)
+    named = _with_readers(model, named)
     chosen = named if by_name else [*blocks, *single]
     # the model's own blocks, whatever the size of its units, and named modules outside of these blocks
     inside, recomputed = {m for block in blocks for m in block.modules()}, list(blocks)
@@ -280,6 +281,19 @@ def _can_be_unit(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward and any(True for _ in module.parameters())
 
 
+def _reads_inside(module: nn.Module) -> bool:
+    return isinstance(module, _READS_ITS_CHILDREN) or reads_inner_weights(module)
+
+
+def _with_readers(model: nn.Module, modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """Replace modules whose weights an outer module reads by that module, the outermost one."""
+    readers: dict[nn.Module, nn.Module] = {}
+    for module in model.modules():  # parents first
+        for inner in module.modules() if _reads_inside(module) else ():
+            readers.setdefault(inner, module)
+    return [readers.get(module, module) for module in modules]
+
+
 def _classes(modules: Iterable[nn.Module]) -> str:
     return ", ".join(sorted({type(m).__name__ for m in modules}))
 
@@ -294,8 +308,8 @@ def _of_size(model: nn.Module, min_num_params: int) -> list[nn.Module]:
     grouped: list[nn.Module] = []
 
     def visit(module: nn.Module) -> int:
-        children = () if isinstance(module, _READS_ITS_CHILDREN) else module.children()
-        own = module.parameters(recurse=isinstance(module, _READS_ITS_CHILDREN))
+        children = () if _reads_inside(module) else module.children()
+        own = module.parameters(recurse=_reads_inside(module))
         free = sum(p.numel() for p in own) + sum(visit(child) for child in children)
         if free >= min_num_params and module is not model and _can_be_unit(module):
             grouped.append(module)

@@ -24,9 +24,11 @@ def train_plain(
     For every step, ``batches`` has the learning rate and the rows. The mapping ``adamw`` has ``betas``, ``eps`` and the
     ``weight_decay`` of matrices. The mapping ``clip`` has a limit by ``norm`` or by ``value``, or None.
     """
-    trained = [param for param in model.parameters() if param.requires_grad]
-    matrices: dict[str, Any] = {"params": [param for param in trained if param.ndim >= 2]}
-    vectors: dict[str, Any] = {"params": [param for param in trained if param.ndim < 2], "weight_decay": 0.0}
+    named = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    trained, are_vectors = list(named.values()), [p.ndim < 2 or name.endswith("bias") for name, p in named.items()]
+    matrices: dict[str, Any] = {"params": [p for p, is_one in zip(trained, are_vectors, strict=True) if not is_one]}
+    vectors: dict[str, Any] = {"params": [p for p, is_one in zip(trained, are_vectors, strict=True) if is_one]}
+    vectors["weight_decay"] = 0.0
     optimizer = torch.optim.AdamW([matrices, vectors], **adamw)
     for rate, rows in batches:
         for group in optimizer.param_groups:

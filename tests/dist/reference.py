@@ -60,12 +60,11 @@ def reference_losses(folder: str, steps: int = 10) -> list[float]:
 
 
 def loop(model: Any, loss_of: Callable[[int], torch.Tensor], steps: int) -> list[float]:
-    """Losses of AdamW steps; weight decay spares vectors."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": 0.1},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
-    ]
+    """Losses of AdamW steps; weight decay spares vectors and biases."""
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    matrices = [p for name, p in trained.items() if p.ndim >= 2 and not name.endswith("bias")]
+    vectors = [p for name, p in trained.items() if p.ndim < 2 or name.endswith("bias")]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=(0.9, 0.95))
     losses = []
     for step in range(steps):

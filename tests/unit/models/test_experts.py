@@ -11,10 +11,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations import moe
 
 from lit_fsdp.config.model import LoraConfig, ModelConfig
-from lit_fsdp.models.build import build_trainable
+from lit_fsdp.models.build import build_on_meta, build_trainable
 from lit_fsdp.models.experts import choose_eager, prepare_experts
 from lit_fsdp.models.lora import apply_lora
 from lit_fsdp.models.quantize import PackedExperts, pack
+from lit_fsdp.models.special_layers import router_layers
 from tests.unit.models.families import tiny
 
 
@@ -123,3 +124,12 @@ def test_sizes_that_grouped_products_refuse_run_one_after_the_other():
         model(input_ids=torch.arange(3, 23)[None], labels=torch.arange(3, 23)[None]).loss.backward()
     grads = [param.grad for name, param in model.named_parameters() if "experts" in name]
     assert all(grad is not None and grad.any() for grad in grads)
+
+
+def test_a_gate_of_something_else_than_experts_is_no_router():
+    config = tiny("gemma4_text")
+    config.update({"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32})
+    model = build_on_meta(config)
+    gates = {name for name, _ in model.named_modules() if name.endswith("per_layer_input_gate")}
+    assert gates
+    assert {name.rpartition("router.")[2] for name in router_layers(model)} == {"proj"}

@@ -14,7 +14,7 @@ from lit_fsdp.data.batches import collate, collate_packs
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.models.build import build_on_meta
 from lit_fsdp.models.neftune import embedding_noise
-from lit_fsdp.models.optimizers import MuonWithAdamW, hidden_matrices, optimizer_class
+from lit_fsdp.models.optimizers import MuonWithAdamW, hidden_matrices, is_decayed, optimizer_class
 from lit_fsdp.models.preference import evaluating
 
 
@@ -49,6 +49,12 @@ def test_what_muon_leaves_takes_adamws_steps(tiny):
     names = hidden_matrices(build_on_meta(tiny("qwen2_moe")))
     assert "model.layers.0.self_attn.q_proj.weight" in names
     assert not [name for name in names if "shared_expert_gate" in name or "embed" in name or "lm_head" in name]
+    stacked = build_on_meta(tiny("gpt_oss"))  # the biases of a layer's experts are one tensor of two dimensions
+    biases = {name: param for name, param in stacked.named_parameters() if name.endswith("_proj_bias")}
+    assert {param.ndim for param in biases.values()} == {2}
+    assert not any(is_decayed(*one) for one in biases.items())
+    assert hidden_matrices(stacked).isdisjoint(biases)
+    assert is_decayed("experts.down_proj", stacked.get_parameter("model.layers.0.mlp.experts.down_proj"))
     ours, theirs = (nn.Parameter(torch.ones(3)) for _ in range(2))
     mixed = MuonWithAdamW([{"params": [ours], "use_muon": False}], adamw_lr=0.1, betas=(0.5, 0.6))
     plain = torch.optim.AdamW([theirs], lr=0.1, betas=(0.5, 0.6), weight_decay=0.0)
