@@ -119,7 +119,8 @@ def export(
     manifest = read_manifest(ckpt)
     entry = manifest.extra.get("model")
     if entry is None:
-        raise CheckpointError(f"{ckpt}: only checkpoints of a CausalLMModule can be exported")
+        fix = "in Python, lit_fsdp.load_weights reads those of any module"
+        raise CheckpointError(f"{ckpt}: only checkpoints of a CausalLMModule can be exported\n  fix:     {fix}")
     if ema:
         manifest = manifest.averaged("--ema")
     has_adapter, given = bool(entry.get("adapter")), "a checkpoint without adapters"

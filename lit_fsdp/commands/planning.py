@@ -171,7 +171,8 @@ def run_plan(argv: Sequence[str]) -> int:
         else:
             lines += [_too_large(one, host_gib) for one in tried if not one["fits"]]
     if best is not None:
-        lines.append(_recommended(best, taken))
+        has_room = gib is not None and found.room(gib) >= 0
+        lines.append(_recommended(best, taken, has_room and not (options.search or options.write)))
         if not options.search:
             lines.append("add --search for all choices, their host memory, and adapters (LoRA, QLoRA)")
     elif gib is not None:
@@ -258,15 +259,20 @@ def _speed(taken: Mapping[str, float]) -> str:
     )
 
 
-def _recommended(best: Mapping[str, Any], taken: Mapping[str, float] | None) -> str:
-    """Format the best choice, with its flags to paste."""
+def _recommended(best: Mapping[str, Any], taken: Mapping[str, float] | None, may_stay: bool) -> str:
+    """Format the best choice, with its flags to paste; if it is not faster, the recipe, which ``may_stay``."""
     from lit_fsdp.plan.search import flags_of
 
     changes = "".join(f"\n  {flag}" for flag in flags_of(best["changes"])) or " (same as the recipe)"
     needs = f", {best['host'] / 2**30:.0f} GiB of host memory per node" if "cpu_offload" in best["choice"] else ""
     rate = best["tokens_per_second"]
     if rate is not None and taken is not None:
-        needs += f", {rate:,.0f} tokens/s ({rate / taken['tokens_per_second']:.2f} × the recipe's)"
+        gain = f"{rate / taken['tokens_per_second']:.2f} × the recipe's"
+        if may_stay and rate <= 1.02 * taken["tokens_per_second"] and best["changes"]:
+            return (
+                f"recommended: the recipe; {best['choice']}, micro-batch {best['micro_batch_size']} has {gain} tokens/s"
+            )
+        needs += f", {rate:,.0f} tokens/s ({gain})"
     return f"recommended: {best['choice']}, micro-batch {best['micro_batch_size']}{needs}{changes}"
 
 
@@ -274,11 +280,12 @@ def _too_large(tried: Mapping[str, Any], host_gib: float) -> str:
     """Format a choice that does not fit, with the memory that is too small for it."""
     from lit_fsdp.plan.memory import HOST_USABLE, OVERHEAD_BYTES
 
-    host = tried["host"] / 2**30
+    host, choice = tried["host"] / 2**30, tried["choice"]
+    choice += "" if "recompute" in choice else ", without recomputation,"
     if host > host_gib * HOST_USABLE:
-        return f"{tried['choice']} does not fit: it needs {host:.0f} GiB of host memory per node"
+        return f"{choice} does not fit: it needs {host:.0f} GiB of host memory per node"
     least = (tried["peak"] + OVERHEAD_BYTES) / 2**30
-    return f"{tried['choice']} does not fit: it needs at least {least:.1f} GiB per GPU"
+    return f"{choice} does not fit: it needs at least {least:.1f} GiB per GPU"
 
 
 def _verdict(found: RankMemory, gib: float) -> str:

@@ -227,7 +227,8 @@ class DataConfig:
             fits = 0 < share < 1 or (share >= 1 and float(share).is_integer())
             require(fits, "val_split", share, "a share between 0 and 1, or a number of rows >= 1")
             require(self.val is None, "val_split", f"{share} with data.val", "only one of them")
-            require(not self.streaming, "val_split", f"{share} with streaming: true", "data.val with streaming")
+            fix = "set val_split: null, and val to a source of its own"
+            require(not self.streaming, "val_split", f"{share} with streaming: true", "data.val with streaming", fix)
 
     def has(self, split: str) -> bool:
         """Whether ``train``, ``val``, ``test`` or ``predict`` has rows; val_split provides the rows for val."""

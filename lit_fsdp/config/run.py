@@ -219,7 +219,8 @@ def _logger_is_a_class(run: RunConfig) -> None:
 
 def _has_a_model(run: RunConfig) -> None:
     named = "model" in run.foreign or run.model.name
-    require(named, "model.name", "no value", "a hub name, folder, GGUF file or config", "set model.name")
+    fix = "name a recipe with --config (lit-fsdp recipes ls lists them), or set model.name"
+    require(named, "model.name", "no value", "a hub name, folder, GGUF file or config", fix)
 
 
 def _has_data(run: RunConfig) -> None:

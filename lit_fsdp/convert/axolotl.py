@@ -89,8 +89,9 @@ _AXOLOTL: Table = {
     "model_type": Drop("the model is causal, and its config names the class", "automodelforcausallm llamaforcausallm "
                        "mistralforcausallm mixtralforcausallm qwen2forcausallm gemmaforcausallm phiforcausallm"),
     **rows("shuffle_merged_datasets dataset_prepared_path dataset_processes tokenizer_type tokenizer_use_fast "
-           "is_*_derived_model wandb_* mlflow_* comet_* use_wandb use_mlflow use_comet use_tensorboard "
-           "use_trackio use_otel_metrics hf_*", Drop("model, data, trainer.logger or the command determines it")),
+           "is_*_derived_model hf_*", Drop("model, data or the command determines it")),
+    **rows("wandb_* mlflow_* comet_* use_wandb use_mlflow use_comet use_tensorboard use_trackio use_otel_metrics",
+           Drop("loggers are classes: set trainer.logger")),
     **rows("load_in_8bit lora_* peft_* loraplus_* relora* bnb_config_kwargs s2_attention rpo_alpha cpo_alpha trl qat "
            "float16 gptq embedding_lr* lr_groups batch_size cosine_constant_lr_ratio "
            "base_model_config revision_of_model unfrozen_parameters default_system_message chat_template_jinja "

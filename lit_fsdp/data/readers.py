@@ -35,7 +35,7 @@ _TABLE_ROWS = 250
 _TABLES = {".parquet": "parquet", ".arrow": "arrow"}
 _SEPARATORS = {".csv": ",;\t", ".tsv": "\t"}
 """Separators in the order in which they are tried: Excel writes the list separator of the user's region."""
-_SPREADSHEETS = (".xlsx", ".xls", ".ods", ".numbers")
+SPREADSHEETS = (".xlsx", ".xls", ".ods", ".numbers")
 _NOT_SUPPORTED = (".bz2", ".xz", ".zst", ".zip")
 KINDS = (".jsonl", ".ndjson", ".json", ".txt", *_TABLES, *_SEPARATORS)
 """File extensions of row files; the extension ``.gz`` may follow."""
@@ -51,7 +51,7 @@ def read_file(path: str, start: int = 0) -> Iterator[RawRow]:
     kind = kind_of(path)
     if kind in _NOT_SUPPORTED:
         raise DataError(f"{path}: compression {kind} is not supported\n  allowed: .gz\n  fix:     decompress it")
-    if kind in _SPREADSHEETS:
+    if kind in SPREADSHEETS:
         raise DataError(f"{path}: spreadsheets are not supported\n  allowed: CSV\n  fix:     save it as CSV in UTF-8")
     if kind in _TABLES:
         import datasets

@@ -204,7 +204,9 @@ def _found(entry: SourceConfig) -> tuple[list[str], dict[str, Any] | None]:
         return readers.files_of_split(folder, split), None
     is_pattern = glob.has_magic(name) and not _SLICE.fullmatch(name)
     files = [found for found in sorted(glob.glob(path, recursive=True)) if os.path.isfile(found)] if is_pattern else []
-    if not files and (is_pattern or kind_of(path) in readers.KINDS or name.startswith((".", "/", "~"))):
+    kinds = [*readers.KINDS, *readers.SPREADSHEETS]
+    is_file_name = bool(get_close_matches(kind_of(path), kinds, n=1, cutoff=0.7))  # also if it is misspelled
+    if not files and (is_pattern or is_file_name or name.startswith((".", "/", "~"))):
         raise DataError(f"{name}: no such file\n  fix:     check the path, relative to {Path.cwd()}")
     return files, None if files else _hub(entry)
 

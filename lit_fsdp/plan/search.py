@@ -256,6 +256,8 @@ def advice(run: RunConfig, recipe: Path, accelerator: str, allow_imports: Sequen
     options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 120, "check": True}
     try:
         return str(subprocess.run(words, env=environment, **options).stdout).rstrip()  # noqa: S603
+    except subprocess.TimeoutExpired:
+        return f"memory savings took more than two minutes to compute; run: lit-fsdp plan --savings --config {recipe}"
     except (OSError, subprocess.SubprocessError) as error:
         reason = error.stderr.strip() if isinstance(error, subprocess.CalledProcessError) else error
         return f"cannot compute memory savings: {reason}"

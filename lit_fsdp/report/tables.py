@@ -12,6 +12,7 @@ from rich.table import Table
 
 from lit_fsdp.host import GIB
 
+_MOST_KEPT = 36  # characters of a unit's name that a narrow terminal does not break
 _NUMBERS = ("parameters", "GiB", "share", "weights", "scales", "gradients", "optimizer", "all")
 
 
@@ -40,6 +41,8 @@ def units_table(record: dict[str, Any]) -> Table:
             f"{first['share'] * count:.1%}",
             *[first["recompute"]] * recomputes,
         )
+    longest = max((len(line) for cell in table.columns[0].cells for line in str(cell).split("\n")), default=0)
+    table.columns[0].min_width = min(longest, _MOST_KEPT)
     return table
 
 

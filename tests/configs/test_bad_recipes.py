@@ -35,7 +35,11 @@ CASES = (
     ("--:.precision={mode: mixed, reduce_dtype: fp64}", ":.precision.reduce_dtype", "write :.precision.reduce_dtype: "),
     ("--model.optim.lr=abc", "model.optim.lr", ""),
     ("--model.optim.schedule=cosin", "model.optim.schedule", "write model.optim.schedule: cosine"),
-    ("--model.name=null", "model.name", "set model.name"),
+    (
+        "--model.name=null",
+        "model.name",
+        "name a recipe with --config (lit-fsdp recipes ls lists them), or set model.name",
+    ),
     ("--data.train=null", "data.train", "set data.train: rows.jsonl"),
     ("--data.columns={chat: messages}", "data.columns.chat", "write {messages: chat}"),
     ("--checkpoint.keep_every=15 --checkpoint.every_steps=10", "checkpoint.keep_every", "write keep_every: 100"),

@@ -219,6 +219,9 @@ def test_names_on_the_hub_are_pinned_to_a_commit(hub: Any, monkeypatch: pytest.M
 
 def test_names_that_are_not_there(tmp_path: Path):
     path = write_rows(tmp_path / "rows.jsonl", ROWS[:1])
+    for missing in ("people.xlsx", "people.xlxs", "rows.jsnol", "rows.parqet"):  # no data sets on the hub
+        with pytest.raises(DataError, match=rf"^{missing}: no such file"):
+            find_sources(missing)
     with pytest.raises(DataError, match=rf"^{path}x\.csv: no such file\n  fix:     check the path, relative to /"):
         find_sources(f"{path}x.csv")
     assert _rows("generated:7") == generated_rows(20)[:7]

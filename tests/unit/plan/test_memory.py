@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from lit_fsdp.audit import audit_recipe
-from lit_fsdp.commands.planning import run_plan
+from lit_fsdp.commands.planning import _recommended, run_plan
 from lit_fsdp.config.parser import load_recipe
 from lit_fsdp.config.sections import leaves
 from lit_fsdp.errors import ConfigError
@@ -276,6 +276,17 @@ def test_what_fits_is_recommended_and_written(tmp_path: Path, capsys: pytest.Cap
     assert written.run.data.micro_batch_size == best["micro_batch_size"]
     found = dict(leaves(written.values))
     assert {key: found[key] for key in best["changes"]} == best["changes"]
+
+
+def test_a_choice_that_is_not_faster_is_no_reason_to_change_a_recipe_that_fits():
+    best: dict[str, Any] = {"choice": "single, LoRA", "changes": {"a": 1}, "micro_batch_size": 4, "host": 0}
+    best["tokens_per_second"] = 101.0
+    taken = {"tokens_per_second": 100.0}
+    text = "recommended: the recipe; single, LoRA, micro-batch 4 has 1.01 × the recipe's tokens/s"
+    assert _recommended(best, taken, True) == text
+    for rate, may_stay in ((103.0, True), (101.0, False)):
+        found = _recommended({**best, "tokens_per_second": rate}, taken, may_stay)
+        assert found.startswith(f"recommended: single, LoRA, micro-batch 4, {rate:.0f} tokens/s")
 
 
 def test_the_recipe_or_nothing_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
