@@ -49,7 +49,7 @@ CASES = (
     ("--:.use_orig_params=false", ":.use_orig_params", ""),
     ("--:.replicate_degree=2", ":.replicate_degree", ""),
     ("--:.sharding=no_shard --:.replicate_degree=2", ":.replicate_degree", ""),
-    ("--:.sharding=hybrid_shard --:.replicate_degree=3", ":.shard_degree", ""),
+    ("--:.sharding=hybrid_shard --:.replicate_degree=3", ":.replicate_degree", "set replicate_degree: 2"),
     ("--:.sharding=hybrid_shard --:.shard_degree=4 --:.replicate_degree=4", ":.shard_degree", ""),
     ("--:.shard_degree=3", ":.shard_degree", ""),
     ("--:.engine=single", ":.engine", ""),

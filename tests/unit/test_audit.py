@@ -62,7 +62,7 @@ def test_the_command_prints_tables_or_json(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     assert main(words) == 0
     text, _ = capsys.readouterr()
-    assert re.search(r"layers.0\s+30 ×\s.*\n… 29\s+LlamaDecoderLayer", text)
+    assert re.search(r"model.model.layers.0 … 29 +30 × .*\n +LlamaDecode", text)  # names are whole
     assert max(map(len, text.splitlines()[:12])) <= 80
     assert "fsdp2 hybrid_shard on 4 ranks: replicate_degree 2, shard_degree 2" in text
     assert "precision mixed declares param fp32, compute bf16, reduce fp32" in text
