@@ -98,7 +98,7 @@ def _ten_steps(model: Path, folder: Path, layouts: list[Any], packing: bool, pre
     return max(differences)
 
 
-@pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("packing", [pytest.param(False, marks=MORE), True], ids=["padded", "packed"])
 def test_noise_on_embeddings_is_that_of_whole_samples(tiny_model: Path, tmp_path: Path, packing: bool) -> None:
     """At most alpha / sqrt(L * D) by the length of the sample, wherever it is cut; ranks draw their own."""
     job: dict[str, Any] = {"data": {"packing": packing}, "model": {"neftune_alpha": 1e-3}}
