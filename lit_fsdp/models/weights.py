@@ -6,6 +6,7 @@ A folder of safetensors files is matched with the model once, by names and shape
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
 import json
 import logging
@@ -20,6 +21,8 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming
 
 from lit_fsdp.errors import CheckpointError, require
 from lit_fsdp.models.tensor_files import read_header, read_rows
@@ -335,7 +338,23 @@ def _may_be_stored_as(model: PreTrainedModel, name: str) -> list[str]:
     same = [name, name.removeprefix(prefix), prefix + name]
     if model.config.model_type == "gemma3_text":  # names in the vision-language model: on the hub, and in memory
         same += [f"language_model.{name}", name.replace("model.", "model.language_model.", 1)]
-    return [*same, *(one.replace(".mlp.", ".block_sparse_moe.") for one in same if ".mlp." in one)]  # Mixtral's files
+    for stored, ours in _renames(model.config.model_type):
+        same += [one.replace(ours, stored) for one in same if ours in one]
+    return same
+
+
+@functools.cache
+def _renames(model_type: str) -> list[tuple[str, str]]:
+    """Parts of names in a family's files and in transformers, if the family only renames tensors and fuses experts."""
+    found = []
+    for one in get_checkpoint_conversion_mapping(model_type) or []:
+        if type(one) is WeightConverter and all(".experts." in f".{target}" for target in one.target_patterns):
+            continue
+        stored = re.sub(r"\\(\W)", r"\1", one.source_patterns[0])
+        if type(one) is not WeightRenaming or re.search(r"[\\^$*+?()\[\]|]", stored):
+            return []
+        found.append((stored, one.target_patterns[0]))
+    return found
 
 
 def _experts(

@@ -18,6 +18,29 @@ from lit_fsdp.models.resolve import resolve_model
 from lit_fsdp.models.weights import ModelSource, headers_of, open_weights
 from tests.unit.models.conftest import fill, opened, tensors, to_mxfp4
 from tests.unit.models.conftest import rewrite as _rewrite
+from tests.unit.models.families import FAMILIES
+
+
+@pytest.mark.parametrize(
+    "family", ["laguna", "mimo_v2_flash", "kolibri1", "exaone_moe", "phimoe", "granitemoe", "minimax_m2"]
+)
+def test_files_of_families_that_only_rename_tensors_and_fuse_experts(saved, family):
+    """They are read as they are, and exported under the same names."""
+    if family not in FAMILIES:
+        pytest.skip("not a family of this release")
+    folder = saved(family)
+    source, *both = opened(folder)
+    assert source.weights_folder == folder, "nothing is converted"
+    filled, expected = fill(*both), AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for name, tensor in tensors(expected).items():
+        assert torch.equal(tensors(filled)[name], tensor), name
+    stored, apart = set(headers_of(folder.glob("*.safetensors"))), both[0].experts_apart
+    assert (family == "granitemoe") == (not apart)
+    exported = {name for name in expected.state_dict() if name not in apart}
+    for name, (owner, *words) in apart.items():
+        experts = range(tensors(expected)[name].shape[0] if words else 1)
+        exported |= {f"{owner}.{i}.{word}.weight" for i in experts for word in words} if words else {owner}
+    assert not apart or exported == stored
 
 
 def test_files_as_they_are_found(saved):
