@@ -245,7 +245,7 @@ class CausalLMModule(LightningModule):
         return float(getattr(self.trainer.strategy, "loss_divisor", 1.0))
 
     def configure_optimizers(self) -> Any:
-        """Build optimizer and schedule; weight decay applies to parameters of two or more dimensions only."""
+        """Build optimizer and schedule; weight decay applies to matrices only, not to biases."""
         optim = self.config.optim
         cls = optimizer_class(optim)
         splits = issubclass(cls, MuonWithAdamW)

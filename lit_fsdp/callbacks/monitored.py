@@ -46,4 +46,6 @@ def check_monitors(trainer: Trainer, module: Any, validates: bool) -> None:
         require(not never, field, f"{monitor} without validation rows", "a recipe that validates", fix)
         name = str(monitor or "").partition("/")[0]  # a named set follows
         is_logged = monitor in known or name in known or not name.startswith(_OF_EVALUATION)
-        require(is_logged, field, f"{monitor}, which is not logged", ", ".join(known), "write val_loss")
+        is_max = isinstance(callback, Checkpoint) and callback.config.mode == "max"
+        fix = f"write val_loss{', and mode: min' if is_max else ''}"
+        require(is_logged, field, f"{monitor}, which is not logged", ", ".join(known), fix)

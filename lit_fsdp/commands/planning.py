@@ -171,7 +171,7 @@ def run_plan(argv: Sequence[str]) -> int:
         else:
             lines += [_too_large(one, host_gib) for one in tried if not one["fits"]]
     if best is not None:
-        has_room = gib is not None and found.room(gib) >= 0
+        has_room = gib is not None and found.room(gib) >= 0 and too_much <= 0
         lines.append(_recommended(best, taken, has_room and not (options.search or options.write)))
         if not options.search:
             lines.append("add --search for all choices, their host memory, and adapters (LoRA, QLoRA)")

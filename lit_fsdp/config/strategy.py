@@ -6,6 +6,7 @@ A plain word is short for the mapping with its defaults.
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -424,8 +425,10 @@ def mesh_shape(config: StrategyConfig, num_nodes: int, world_size: int, path: st
     alone = [(name, degree) for name, degree in zip(_DEGREES, (copies, shards), strict=True) if degree]
     for name, degree in alone if len(alone) == 1 else ():
         allowed = f"a divisor of the ranks: {', '.join(map(str, divisors))}"
-        nearest = max(one for one in divisors if one <= degree)
-        check(degree in divisors, name, str(degree), allowed, f"set {name}: {nearest}")
+        parts = math.lcm(config.context_config.degree, config.expert_parallel)  # which divide the shards of a copy
+        usable = [d for d in divisors if d > 1 and (d if name == "shard_degree" else world_size // d) % parts == 0]
+        nearest = max((d for d in usable if d <= degree), default=next(iter(usable), None))
+        check(degree in divisors, name, str(degree), allowed, f"set {name}: {nearest}" if nearest else "")
     copies = copies or (max(1, world_size // shards) if shards else num_nodes)
     shards = shards or max(1, world_size // copies)
     nearest = max(degree for degree in divisors if degree <= copies)

@@ -271,7 +271,11 @@ def as_flag(error: ConfigError, argv: Sequence[str], known: Collection[str]) -> 
         path := optimizer_path(own)
     ):
         key, value = "model.optim.optimizer", path
-    elif (value or key.startswith("model.lora.use_")) and key != field and own.lower() in _FALSE:
+    elif (
+        own.lower() in _FALSE
+        and key != field
+        and (value or key.startswith("model.lora.use_") or (is_unknown and own.lower() in ("null", "none")))
+    ):
         return "remove it"
     if not key or (not value and (not is_unknown or own_key in _OTHER_MEANING.split())):
         return fix + alternative

@@ -170,6 +170,13 @@ def _data(conversion: Conversion, source: Source) -> None:
             put_data_sets(conversion, given, to, "path", begin)
         if name == "pretraining_dataset" and given.key and source.look("streaming") is None:
             source.fill_in("streaming", True)
+    if source.look("streaming") is True:
+        share = source.take("val_set_size", 0)
+        if share.key:
+            why = "a stream has no rows to hold out: set data.val"
+            conversion.drop(share, why, differs=share.read(number) > 0)
+        if not source.look("max_steps"):
+            conversion.to_give.append("Set trainer.max_steps: the length of a stream is unknown.")
 
 
 def _of_data_set(own: str, messages: str) -> Table:

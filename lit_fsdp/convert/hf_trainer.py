@@ -67,8 +67,7 @@ ARGUMENTS: Table = {
     **rows("logging_* log_* disable_tqdm report_to run_name project trackio_* include_*",
            Drop("logging is trainer.logger and trainer.log_every_n_steps")),
     **rows("prediction_loss_only eval_* batch_eval_metrics *_full_eval", Drop("the recipe configures validation")),
-    "metric_for_best_model": Keep("checkpoint.monitor", lambda key, value: _monitored(str(value))),
-    "greater_is_better": Keep("checkpoint.mode", {"true": "max", "false": "min"}),
+    **rows("metric_for_best_model greater_is_better", None),
     "load_best_model_at_end": Drop("best in the run folder is that checkpoint; checkpoint.export: best exports it"),
     **rows("save_* enable_jit_checkpoint restore_callback_states_from_checkpoint ignore_data_skip",
            Drop("the section checkpoint sets it")),
@@ -80,9 +79,25 @@ ARGUMENTS: Table = {
 }  # fmt: skip
 
 
-def _monitored(metric: str) -> str:
-    """Our name of an evaluation's metric, such as ``val_loss`` for ``eval_loss`` or ``loss``."""
-    return f"val_{metric.removeprefix('eval_').removeprefix('mean_')}"
+_METRICS = {
+    "loss": "val_loss", "mean_token_accuracy": "val_token_accuracy", "rewards/margins": "val_rewards/margins",
+    "rewards/accuracies": "val_rewards/accuracies",
+}  # fmt: skip
+"""Metrics of an evaluation, without the prefix ``eval_``, that are logged here."""
+
+
+def _put_monitor(conversion: Conversion, source: Source) -> None:
+    """Convert the metric of the best checkpoint, and whether a larger value is better."""
+    metric, greater = source.take("metric_for_best_model"), source.take("greater_is_better")
+    ours = _METRICS.get(str(metric.value).removeprefix("eval_"))
+    if ours is None:
+        conversion.drop(metric, f"val_loss selects the best checkpoint; other metrics: {', '.join(_METRICS.values())}")
+        conversion.drop(greater, "it belongs to metric_for_best_model")
+        return
+    conversion.keep(metric, "checkpoint.monitor", ours)
+    is_max = not ours.endswith("loss") if greater.value in (None, "auto") else greater.on
+    conversion.put("checkpoint.mode", "max" if is_max else "min")
+    conversion.say(greater, f"kept as checkpoint.mode: {'max' if is_max else 'min'}")
 
 
 def _targets(key: str, value: Any) -> Any:
@@ -242,8 +257,8 @@ def put_adapters(conversion: Conversion, source: Source, folder: Path, validates
 def convert_hf_trainer(conversion: Conversion, values: dict[str, Any], folder: Path, ranks: int | None) -> None:
     """Convert TrainingArguments; file paths are resolved relative to here, then to ``folder``."""
     for key, method in _OTHER_METHODS.items():
-        fix = "this method is not supported"
-        require(key not in values, key, f"an argument of {method}", "files for SFT or DPO", fix)
+        given, fix = f"an argument of {method}", "convert a file for SFT or DPO"
+        require(values.get(key) is None, key, given, "arguments of supervised fine-tuning or DPO", fix)
     for key in ("fsdp_config", "accelerator_config", "lr_scheduler_kwargs"):
         if isinstance(values.get(key), str):
             values[key] = read_mapping(key, values[key], folder) if values[key] else None
@@ -373,8 +388,7 @@ def put_loop(
         peak = number("learning_rate", peak)
         conversion.keep(minimum, "model.optim.min_lr_ratio", float(f"{minimum.read(number) / peak:.9g}"))
 
-    if source.look("metric_for_best_model") and source.look("greater_is_better") is None:
-        source.fill_in("greater_is_better", not str(source.look("metric_for_best_model")).endswith("loss"))
+    _put_monitor(conversion, source)
     batches = int(number("gradient_accumulation_steps", values.get("gradient_accumulation_steps") or 1))
     old = "evaluation_strategy" if "evaluation_strategy" in values else "eval_strategy"
     logging = values.get("logging_steps") or conversion.get("trainer.log_every_n_steps") or 500

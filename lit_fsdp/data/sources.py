@@ -78,9 +78,9 @@ class Source:
                 near = get_close_matches(theirs, names, n=1) if others <= {*names} else []
                 whole = {**(self.columns or {}), ours: near[0]} if near else {}
                 same = {name.lower(): name for name in names}  # with other capitals
-                if not near and all(name.lower() in same for name in (self.columns or {}).values()):
-                    near = [theirs]
-                    whole = {key: same[name.lower()] for key, name in (self.columns or {}).items()}
+                spelled = {key: same.get(name.lower(), "") for key, name in (self.columns or {}).items()}
+                if not near and "" not in spelled.values() and len({*spelled.values()}) == len(spelled):
+                    near, whole = [theirs], spelled
                 shown = yaml.safe_dump(
                     whole, default_flow_style=True, sort_keys=False, allow_unicode=True, width=10_000
                 )
@@ -205,7 +205,9 @@ def _found(entry: SourceConfig) -> tuple[list[str], dict[str, Any] | None]:
     is_pattern = glob.has_magic(name) and not _SLICE.fullmatch(name)
     files = [found for found in sorted(glob.glob(path, recursive=True)) if os.path.isfile(found)] if is_pattern else []
     kinds = [*readers.KINDS, *readers.SPREADSHEETS]
-    is_file_name = bool(get_close_matches(kind_of(path), kinds, n=1, cutoff=0.7))  # also if it is misspelled
+    is_file_name = kind_of(path) in kinds
+    if "/" not in path or os.path.isdir(os.path.dirname(path)):  # else it may be a name on the hub
+        is_file_name |= bool(get_close_matches(kind_of(path), kinds, n=1, cutoff=0.7))  # misspelled
     if not files and (is_pattern or is_file_name or name.startswith((".", "/", "~"))):
         raise DataError(f"{name}: no such file\n  fix:     check the path, relative to {Path.cwd()}")
     return files, None if files else _hub(entry)

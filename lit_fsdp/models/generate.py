@@ -49,8 +49,7 @@ class Chat:
             prompts and completions in plain text.
 
     Raises:
-        ConfigError: The folder has no model or adapter, or the base cannot be found or is a different model; without
-            ``raw``, the tokenizer has no chat template.
+        ConfigError: The folder has no model or adapter, or the base cannot be found or is a different model.
     """
 
     def __init__(
@@ -64,17 +63,16 @@ class Chat:
         raw: bool = False,
     ) -> None:
         self.model, self.tokenizer = _loaded(folder, base, trust_remote_code)
-        given, allowed = (
-            "without a chat template (typical of a base model)",
-            "a model with one, or --raw for plain text",
-        )
-        require(raw or self.tokenizer.chat_template, "--model", f"{folder} {given}", allowed, "add --raw")
         self.max_new_tokens = max_new_tokens
         self.sampling, self.raw = sampling, raw
         self.conversation = [{"role": "system", "content": system}] if system else []
 
     def answer(self, prompt: str, streams: bool = False) -> str:
-        """Return the answer to the next message; with ``streams`` it is also printed during generation."""
+        """Return the answer to the next message; with ``streams`` it is also printed during generation.
+
+        Raises:
+            ConfigError: The tokenizer has no chat template, and the prompt is not ``raw``.
+        """
         talk: list[Any] = [prompt] if self.raw else [[*self.conversation, {"role": "user", "content": prompt}]]
         options = {"skip_special_tokens": True}
         streamer = TextStreamer(self.tokenizer, skip_prompt=True, **options) if streams else None
@@ -158,7 +156,13 @@ def answer_batch(
 def _prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: list[dict[str, str]] | str) -> list[int]:
     """Token ids of a conversation with its generation prompt; of plain text after BOS if the tokenizer adds it."""
     if not isinstance(prompt, str):
-        text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+        try:
+            text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+        except ValueError:
+            fix = "add --raw" if prompt[0]["role"] != "system" else "add --raw, and drop --system"
+            given, allowed = "no chat template (typical of a base model)", "one with the tokenizer, or --raw"
+            require(tokenizer.chat_template, "--model", given, allowed, fix)
+            raise
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
     bare, whole = tokenizer(prompt, add_special_tokens=False)["input_ids"], tokenizer(prompt)["input_ids"]
     first = next((i for i in range(len(whole)) if whole[i : i + len(bare)] == bare), 0)

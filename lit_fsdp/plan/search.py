@@ -257,7 +257,7 @@ def advice(run: RunConfig, recipe: Path, accelerator: str, allow_imports: Sequen
     try:
         return str(subprocess.run(words, env=environment, **options).stdout).rstrip()  # noqa: S603
     except subprocess.TimeoutExpired:
-        return f"memory savings took more than two minutes to compute; run: lit-fsdp plan --savings --config {recipe}"
+        return f"memory savings took more than two minutes to compute; run: lit-fsdp {shlex.join(words[3:])}"
     except (OSError, subprocess.SubprocessError) as error:
         reason = error.stderr.strip() if isinstance(error, subprocess.CalledProcessError) else error
         return f"cannot compute memory savings: {reason}"

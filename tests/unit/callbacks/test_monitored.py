@@ -35,6 +35,11 @@ def test_what_validation_does_not_log_is_refused(callback: Callback, field: str)
     with pytest.raises(ConfigError, match="val_loss, val_perplexity, val_token_accuracy") as error:
         check_monitors(trainer, CausalLMModule(name="some/model"), True)
     assert error.value.field == field
+    assert error.value.fix == "write val_loss"
+    trainer.callbacks = [Checkpoint(monitor="val_bleu", mode="max")]
+    with pytest.raises(ConfigError) as error:
+        check_monitors(trainer, CausalLMModule(name="some/model"), True)
+    assert error.value.fix == "write val_loss, and mode: min"
 
 
 def test_early_stopping_needs_validation_rows():

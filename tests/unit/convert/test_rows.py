@@ -271,6 +271,9 @@ def test_the_metric_of_the_best_checkpoint_and_which_end_is_better() -> None:
         ({"metric_for_best_model": "eval_mean_token_accuracy"}, "val_token_accuracy", "max"),
         ({"metric_for_best_model": "eval_rewards/margins", "greater_is_better": True}, "val_rewards/margins", "max"),
         ({"load_best_model_at_end": True}, None, None),
+        ({"metric_for_best_model": "accuracy"}, None, None),  # not logged here
+        ({"metric_for_best_model": "eval_loss", "greater_is_better": "auto"}, "val_loss", "min"),
+        ({"greater_is_better": True}, None, None),  # means nothing without a metric
     ):
         found = convert("hf-trainer", given, 1)
         assert (found.get("checkpoint.monitor"), found.get("checkpoint.mode")) == (monitor, mode)
@@ -300,3 +303,8 @@ def test_pretraining_of_axolotl_streams() -> None:
     }
     for more, streams in (({}, True), ({"streaming": False}, None)):
         assert convert("axolotl", {**values, **more}, 1).get("data.streaming") is streams
+    held_out = convert("axolotl", {**values, "max_steps": None, "num_epochs": 1, "val_set_size": 0.1}, 1)
+    assert [fate.key for fate in held_out.fates if "a stream has no rows" in fate.text] == ["val_set_size"]
+    assert held_out.get("data.val_split") is None
+    assert "Set trainer.max_steps: the length of a stream is unknown." in held_out.to_give
+    assert convert("hf-trainer", {"learning_rate": 1e-6, "desirable_weight": None}, 1)

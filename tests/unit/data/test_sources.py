@@ -222,6 +222,9 @@ def test_names_that_are_not_there(tmp_path: Path):
     for missing in ("people.xlsx", "people.xlxs", "rows.jsnol", "rows.parqet"):  # no data sets on the hub
         with pytest.raises(DataError, match=rf"^{missing}: no such file"):
             find_sources(missing)
+    for name in ("somebody/code.js", "somebody/x.xml", "somebody/ru.tv"):  # may be on the hub
+        with pytest.raises(DataError, match="looked up on the hub"):
+            _ = find_sources(name)[0].row_format
     with pytest.raises(DataError, match=rf"^{path}x\.csv: no such file\n  fix:     check the path, relative to /"):
         find_sources(f"{path}x.csv")
     assert _rows("generated:7") == generated_rows(20)[:7]

@@ -66,9 +66,10 @@ def test_a_raw_prompt_is_plain_text_after_bos_without_template(ask, monkeypatch,
     tokenizer.chat_template = None
     (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
     tokenizer.save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="without a chat template") as caught:
-        Chat(str(tmp_path))
-    assert caught.value.fix == "add --raw"
+    for system, fix in ((None, "add --raw"), ("Be brief.", "add --raw, and drop --system")):
+        with pytest.raises(ConfigError, match="no chat template") as caught:
+            Chat(str(tmp_path), system).answer("ab")
+        assert caught.value.fix == fix
     assert Chat(str(tmp_path), raw=True).answer("ab")
 
 
@@ -167,7 +168,7 @@ def test_what_cannot_be_generated_and_an_answer_without_text(tmp_path, capsys, m
     for name in ("run", "run/best"):
         with pytest.raises(ConfigError, match=f"export --ckpt {tmp_path / name} --out NEW"):
             Chat(str(tmp_path / name))
-    monkeypatch.setattr("lit_fsdp.models.generate._loaded", lambda *_: (None, miniature_tokenizer()))
+    monkeypatch.setattr("lit_fsdp.models.generate._loaded", lambda *_: (None, None))
     monkeypatch.setattr("lit_fsdp.models.generate.answer_batch", lambda *_: [" \n"])
     for words, line in ((["--prompt", "Hello"], ""), ([], "Hello\n")):
         monkeypatch.setattr("sys.stdin", io.StringIO(line))

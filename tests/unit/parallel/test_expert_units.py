@@ -85,14 +85,16 @@ def test_degrees_that_do_not_fit_the_ranks_are_named_with_one_that_does():
     for given, text in (
         ({"replicate_degree": 3}, "replicate_degree: got 3 on 4 ranks\n  allowed: a divisor of the ranks: 1, 2, 4"),
         ({"shard_degree": 8}, "shard_degree: got 8 on 4 ranks\n  allowed: a divisor of the ranks: 1, 2, 4"),
+        ({"shard_degree": 3, "context_parallel": 4}, "shard_degree: got 3 on 4 ranks"),  # 2 would not do
         ({"replicate_degree": 2, "shard_degree": 4}, "shard_degree: got 4 with replicate_degree 2 on 4 ranks"),
     ):
         with pytest.raises(ConfigError, match=f"^{re.escape(text)}") as caught:
             mesh_shape(StrategyConfig(sharding="hybrid_shard", **given), 1, 4)
-        if len(given) == 1:
-            (name,) = given
-            fixed = {name: int(caught.value.fix.removeprefix(f"set {name}: "))}
-            assert mesh_shape(StrategyConfig(sharding="hybrid_shard", **fixed), 1, 4)
+        if not caught.value.fix:
+            continue
+        name, _, value = caught.value.fix.removeprefix("set ").partition(": ")
+        assert int(value) > 1
+        assert mesh_shape(StrategyConfig(sharding="hybrid_shard", **{**given, name: int(value)}), 1, 4)
     assert mesh_shape(StrategyConfig(sharding="hybrid_shard", shard_degree=2), 1, 4) == (2, 2)
 
 
