@@ -36,5 +36,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     return exit_code_of(act, debug="--debug" in words)
 
 
+def entry() -> None:
+    """Run the command line; ``sys.exit`` is looked up afterwards, because W&B replaces it to see the exit code."""
+    code = main()
+    sys.exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    entry()

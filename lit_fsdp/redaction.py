@@ -108,6 +108,12 @@ class _Redacting:
         self._stream.write(redact(text))
         return len(text)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "write":  # W&B replaces it to record the output
+            super().__setattr__(name, lambda text: value(redact(text)))
+        else:
+            super().__setattr__(name, value)
+
     def writelines(self, lines: Iterable[str]) -> None:
         self.write("".join(lines))
 

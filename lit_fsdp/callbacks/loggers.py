@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import yaml
 from jsonargparse import Namespace
 from lightning.fabric.utilities.apply_func import convert_tensors_to_scalars
 from lightning.fabric.utilities.logger import _add_prefix
@@ -29,15 +30,17 @@ from lightning.pytorch.utilities import rank_zero_only
 from lit_fsdp.callbacks.records import write_json
 from lit_fsdp.checkpoint.run_folder import create_run_folder
 from lit_fsdp.config.command_line import RUN_FOLDER
+from lit_fsdp.config.sections import leaves
 from lit_fsdp.errors import ConfigError, require
 from lit_fsdp.host import cache_root
 from lit_fsdp.metrics.step_metrics import end_of
+from lit_fsdp.redaction import redact_values
 
 _log = logging.getLogger(__name__)
 _NAME = "loggers.json"
 _TRIES = 5
 _PACKAGES = {
-    "WandbLogger": "wandb", "MLFlowLogger": "mlflow", "CometLogger": "comet_ml", "NeptuneLogger": "neptune",
+    "WandbLogger": "wandb", "MLFlowLogger": "mlflow", "CometLogger": "comet_ml",
     "TensorBoardLogger": "tensorboard",  # or tensorboardX
 }  # fmt: skip
 _ARGUMENTS = {
@@ -83,8 +86,10 @@ class RunCSVLogger(Logger, Callback):
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Append one row, or rewrite the last one if it has the same step."""
-        if self._is_training:  # Lightning assigns a validation inside an accumulation to the next step
-            step = min((step or 0) + 1, self._trainer.global_step)
+        if self._is_training:
+            step = (step or 0) + 1
+            if not self._is_in_batch():  # Lightning assigns a validation inside an accumulation to the next step
+                step = min(step, self._trainer.global_step)
         else:
             step, metrics = self._loaded_step or 0, {n: value for n, value in metrics.items() if n != "epoch"}
         if not self._columns:
@@ -106,9 +111,18 @@ class RunCSVLogger(Logger, Callback):
             file.write(text.getvalue().encode())
             file.truncate()
 
+    def _is_in_batch(self) -> bool:
+        """Whether a batch has begun, where callbacks log values of the step that follows."""
+        if not self._trainer.training:
+            return False
+        current = self._trainer.fit_loop.epoch_loop.batch_progress.current
+        return bool(current.ready > current.processed)
+
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Keep the Trainer to read its step."""
+        """Keep the Trainer to read its step, and log the recipe of a first start to the other loggers."""
         self._trainer = trainer
+        if stage == "fit" and not trainer.ckpt_path:
+            self._log_recipe(trainer)
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Note the step from which the run resumes."""
@@ -140,6 +154,14 @@ class RunCSVLogger(Logger, Callback):
         runs = [(name, logger.version if name in _ARGUMENTS else None) for name, logger in named]
         if any(run is not None for _, run in runs):
             write_json(Path(trainer.default_root_dir) / _NAME, runs)
+
+    @rank_zero_only
+    def _log_recipe(self, trainer: Trainer) -> None:
+        """Log the resolved recipe as hyperparameters; a resumed run keeps them, as MLflow refuses other values."""
+        path = Path(trainer.default_root_dir) / "recipe.yaml"
+        recipe = yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        for logger in trainer.loggers if recipe else ():
+            logger.log_hyperparams(dict(leaves(redact_values(recipe))))
 
     def _rewrite(self, end: int, last: int | None = None) -> None:
         """Rewrite the rows up to a byte and up to step ``last`` with all columns; a kill may have truncated a row."""
@@ -174,8 +196,12 @@ class RunWandbLogger(loggers.WandbLogger):
 
 
 def check_loggers(config: Any) -> None:
-    """Refuse a logger in a parsed ``trainer`` section whose package is not installed."""
-    for name in (logger.class_path.rpartition(".")[2] for logger in _named(config)):
+    """Refuse a logger in a parsed ``trainer`` section whose package is missing, or that would upload checkpoints."""
+    for logger in _named(config):
+        name, uploads = logger.class_path.rpartition(".")[2], logger.init_args.get("log_model")
+        given, fix = f"{uploads} of {name}, which uploads no folders", "set log_model: false; checkpoint.export: best"
+        fix += " writes a model that can be uploaded"
+        require(not uploads, "trainer.logger.log_model", given, "false, as checkpoints are folders", fix)
         package = _PACKAGES.get(name)
         is_there = package is None or any(importlib.util.find_spec(one) for one in (package, f"{package}X"))
         given, fix = f"{name}, whose package {package} is not installed", f"pip install {package}"
@@ -196,6 +222,7 @@ def write_to_run_folder(config: Any, run_folder: Path) -> None:
         is_open = not (args.get("tracking_uri") or os.environ.get("MLFLOW_TRACKING_URI"))
         if name == "MLFlowLogger" and is_open and args.get("save_dir") == "./mlruns":
             args["tracking_uri"] = f"sqlite:///{run_folder.resolve()}/mlflow.db"
+            args["artifact_location"] = args.get("artifact_location") or f"{run_folder.resolve()}/mlartifacts"
             create_run_folder(run_folder)
 
 
@@ -217,10 +244,12 @@ def resume_loggers(config: Any, run_folder: Path, step: int | None) -> None:
         if logger.class_path.endswith(".MLFlowLogger"):
             _open_store(logger.init_args)
     noted = [] if step is None or not path.is_file() else json.loads(path.read_text(encoding="utf-8"))
-    for logger, (name, run) in zip(found, noted, strict=False):
+    for logger in found:
+        name, run = same = next((one for one in noted if logger.class_path.endswith(f".{one[0]}")), ("", None))
         argument = _ARGUMENTS.get(name)
-        if argument is None or not logger.class_path.endswith(name):
+        if argument is None:
             continue
+        noted.remove(same)  # another logger of this class continues the next one
         if logger.init_args.get(argument) is None:
             logger.init_args[argument] = run
             _log.info("%s resumes its run %s (%s)", name, run, path)

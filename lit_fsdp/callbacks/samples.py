@@ -92,16 +92,17 @@ class Samples(Callback):
                 tokens += [float(a == b) for a, b in zip_longest(expected, generated[: len(expected)])]
         if trainer.is_global_zero:
             _write(Path(trainer.default_root_dir) / "samples.csv", rows)
-            for step, question, expected, generated in rows:
-                shown = f"step {step}: {question[-_SHOWN_CHARACTERS:]}\nexpected: {expected}\ngenerated: {generated}"
+            for done, question, expected, generated in rows:
+                shown = f"step {done}: {question[-_SHOWN_CHARACTERS:]}\nexpected: {expected}\ngenerated: {generated}"
                 print(visible(shown), file=sys.stderr)
+            step = trainer.fit_loop.epoch_loop._batches_that_stepped  # at which Lightning logs this validation
             for logger in trainer.loggers:
                 if hasattr(logger, "log_table"):  # W&B
-                    logger.log_table("samples", columns=_COLUMNS, data=rows, step=trainer.global_step)
+                    logger.log_table("samples", columns=_COLUMNS, data=rows, step=step)
                 elif isinstance(logger, TensorBoardLogger):
                     table = (_COLUMNS, ["---"] * len(_COLUMNS), *rows)
                     lines = [f"| {' | '.join(map(_cell, row))} |" for row in table]
-                    logger.experiment.add_text("samples", "\n".join(lines), trainer.global_step)
+                    logger.experiment.add_text("samples", "\n".join(lines), step)
         return {"val_exact_match": fmean(exact), "val_answer_token_accuracy": fmean(tokens)} if exact else {}
 
 

@@ -36,7 +36,7 @@ _KEYS = {
     f"{_S}.precision: bf16-mixed": "bf16 mixed_precision", f"{_S}.precision": "dtype torch_dtype",
     f"{_LOGGER}.WandbLogger}}": "wandb wandb_project wandb_name report_to log_with logger_name",
     f"{_LOGGER}.TensorBoardLogger}}": "tensorboard", f"{_LOGGER}.CSVLogger}}": "csv",
-    f"{_LOGGER}.CometLogger}}": "comet comet_ml", f"{_LOGGER}.NeptuneLogger}}": "neptune",
+    f"{_LOGGER}.CometLogger}}": "comet comet_ml",
     f"{_LOGGER}.MLFlowLogger}}": "mlflow mlflow_experiment_name", f"{_S}.compile: true": "torch_compile",
     f"{_S}.activation_checkpointing: full": "gradient_checkpointing enable_activation_checkpointing",
     f"{_S}.activation_checkpointing: {{mode: full, offload_activations: true}}": "enable_activation_offloading",
@@ -109,7 +109,7 @@ _VALUES = {
     ("strategy", "fsdp"): f"{_S}.engine: fsdp2", ("strategy", "ddp"): f"{_S}.engine: ddp",
     ("report_to", "none"): "trainer.logger: false", ("adapter", "qlora"): "model.lora.quantize: nf4",
     **{(key, name.lower().removesuffix("logger")): f"{_LOGGER}.{name}}}" for key in ("report_to", "log_with")
-       for name in ("TensorBoardLogger", "MLFlowLogger", "CSVLogger", "WandbLogger", "CometLogger", "NeptuneLogger")},
+       for name in ("TensorBoardLogger", "MLFlowLogger", "CSVLogger", "WandbLogger", "CometLogger")},
     ("mixed_precision", "fp16"): f"{_S}.precision: 16-mixed", ("mixed_precision", "no"): f"{_S}.precision: fp32",
     ("lr_scheduler_type", "polynomial"): "model.optim.schedule: linear",
     ("lr_scheduler_type", "constant_with_warmup"): "model.optim.schedule: constant",

@@ -7,6 +7,7 @@ import os
 import re
 import socket
 import threading
+import traceback
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable
@@ -84,11 +85,21 @@ from lit_fsdp.parallel.units import (
 )
 
 _log = logging.getLogger(__name__)
-_LOST_CONTACT = re.compile(
-    "lost contact|gloo|NCCL|ProcessGroup|Connection (closed|reset|refused)|Broken pipe|Timed out waiting|TCPStore"
-)
+_LOST_CONTACT = re.compile("lost contact|gloo|NCCL|ProcessGroup|Timed out waiting|TCPStore")
+_CLOSED = re.compile("Connection (closed|reset|refused)|Broken pipe")
 _FREE_CHOICES = "process_group_backend timeout_seconds state_dict verbose contract nonfinite_gradients".split()
 """Arguments in which the strategies of two Trainers that share a module may differ."""
+
+
+_PACKAGES = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}")
+
+
+def _is_lost(error: BaseException) -> bool:
+    """Whether other ranks cannot be reached; a logger or callback may have closed connections of its own."""
+    text = f"{type(error).__name__}: {error}"
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    is_ours = not frames or frames[-1].f_code.co_filename.startswith(_PACKAGES)
+    return bool(_LOST_CONTACT.search(text) or (is_ours and _CLOSED.search(text)))
 
 
 class EngineStrategy(ForeignParts):
@@ -474,7 +485,6 @@ class EngineStrategy(ForeignParts):
         is_failure = isinstance(exception, Exception) and not isinstance(exception, ConfigError)
         if is_failure and not hasattr(exception, "exit_code") and dist.is_initialized() and dist.get_world_size() > 1:
             where = f"rank {dist.get_rank()} ({socket.gethostname()})"
-            is_lost = _LOST_CONTACT.search(f"{type(exception).__name__}: {exception}")
             lost = f"{where} lost contact: another rank failed, was killed, hangs or is cut off; see its own log"
-            exception.add_note(lost if is_lost else f"this was raised on {where}")
+            exception.add_note(lost if _is_lost(exception) else f"this was raised on {where}")
         super().on_exception(exception)  # type: ignore[misc]

@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 import json
 import logging
+import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -135,6 +137,25 @@ def test_threads_that_die(capsys, monkeypatch):
         thread.start()
         thread.join()
     assert capsys.readouterr().err.endswith("RuntimeError: ***\n")
+
+
+def test_whoever_replaces_write_gets_redacted_text(capsys, monkeypatch):
+    """As W&B does to record the output."""
+    monkeypatch.setenv("HF_TOKEN", CANARY)
+    seen: list[str] = []
+    with redaction.guarded_streams():
+        before: Any = sys.stdout.write
+
+        def recording(text: str) -> int:
+            seen.append(text)
+            return int(before(text))
+
+        sys.stdout.write = recording  # type: ignore[method-assign]
+        print(f"token {CANARY}")
+        sys.stdout.write = before  # type: ignore[method-assign]
+        print(CANARY)
+    assert seen == ["token ***", "\n"]
+    assert capsys.readouterr().out == "token ***\n***\n"
 
 
 def test_log_lines_are_redacted_before_a_bar_wraps_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from jsonargparse import Namespace
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from tensorboard.backend.event_processing import plugin_event_accumulator
@@ -34,7 +35,7 @@ def rows(folder: Path) -> list[dict[str, str]]:
 def test_a_resumed_run_keeps_what_was_before_and_replaces_the_rest(tmp_path: Path):
     def start(loaded_step: int | None) -> RunCSVLogger:
         logger = RunCSVLogger(tmp_path)
-        logger.setup(SimpleNamespace(global_step=10), BoringModel(), "fit")  # type: ignore[arg-type]
+        logger.setup(SimpleNamespace(global_step=10, training=False, ckpt_path="x"), BoringModel(), "fit")  # type: ignore[arg-type]
         if loaded_step is not None:
             logger.on_load_checkpoint(Trainer, BoringModel(), {"global_step": loaded_step})  # type: ignore[arg-type]
         return logger
@@ -97,6 +98,24 @@ def test_the_first_and_the_last_step_have_rows(tmp_path: Path):
         assert [(row["step"], row["train"]) for row in found] == [(step, f"{int(step) - 1}.0") for step in wanted]
 
 
+class _Scheduled(_Counting):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 + step)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("every", [1, 2])
+def test_what_a_callback_logs_before_a_step_is_in_the_row_of_that_step(tmp_path: Path, every: int):
+    logger = RunCSVLogger(tmp_path)
+    options = {"log_every_n_steps": every, "accumulate_grad_batches": 2}
+    trainer_with(logger, [logger, LearningRateMonitor()], 4, **options).fit(_Scheduled())
+    steps = range(1, 5) if every == 1 else (1, 2, 4)
+    found = [(row["step"], row.get("lr-SGD")) for row in rows(tmp_path)]
+    assert found == [(str(n), f"{float(n)}" if n % every == 0 else None) for n in steps]
+
+
 class _KilledAfterTheSave(ModelCheckpoint):
     def on_train_batch_end(self, trainer: Trainer, *more: Any) -> None:
         super().on_train_batch_end(trainer, *more)
@@ -117,8 +136,11 @@ def test_the_row_of_a_step_is_there_before_its_checkpoint(tmp_path: Path):
 @pytest.mark.filterwarnings("ignore")
 def test_tensorboard_goes_on_and_hides_what_a_killed_run_had_logged_beyond_its_checkpoint(tmp_path: Path):
     own = RunCSVLogger(tmp_path)
+    (tmp_path / "recipe.yaml").write_text("model: {name: mine, optim: {lr: 0.5}, api_key: tell-nobody}")
     loggers = [CSVLogger(tmp_path), TensorBoardLogger(tmp_path, version=3), TensorBoardLogger(tmp_path, version=4), own]
     trainer_with(loggers, [own], 1, default_root_dir=tmp_path).fit(_Counting())
+    logged = (tmp_path / "lightning_logs/version_3/hparams.yaml").read_text()
+    assert yaml.safe_load(logged) == {"model.name": "mine", "model.optim.lr": 0.5, "model.api_key": "***"}
     given = [Namespace(version=None, purge_step=None), Namespace(version=5, purge_step=7)]  # one says where
     boards = [Namespace(class_path="lightning.pytorch.loggers.TensorBoardLogger", init_args=one) for one in given]
     plain = Namespace(class_path="lightning.pytorch.loggers.CSVLogger", init_args=Namespace())
@@ -127,6 +149,9 @@ def test_tensorboard_goes_on_and_hides_what_a_killed_run_had_logged_beyond_its_c
     other = Namespace(class_path="lightning.pytorch.loggers.WandbLogger", init_args=Namespace(id=None))
     resume_loggers({"logger": [other, *boards]}, tmp_path, 10)
     assert (plain.init_args, other.init_args) == (Namespace(), Namespace(id=None))
+    given[0].version = given[1].version = None
+    resume_loggers({"logger": [*boards, plain]}, tmp_path, 10)  # in another order
+    assert [one.version for one in given] == [3, 4]
     for switch in (None, True, False):
         resume_loggers({"logger": switch}, tmp_path, 0)
 
@@ -242,9 +267,12 @@ def test_a_logger_without_its_package_is_refused_and_stores_are_in_the_run_folde
             logger=[Namespace(class_path=f"lightning.pytorch.loggers.{path}", init_args=Namespace(**given))]
         )
 
-    with pytest.raises(ConfigError, match="NeptuneLogger, whose package neptune is not installed") as refused:
-        check_loggers(section("NeptuneLogger"))
-    assert refused.value.fix == "pip install neptune"
+    with pytest.raises(ConfigError, match="CometLogger, whose package comet_ml is not installed") as refused:
+        check_loggers(section("CometLogger"))
+    assert refused.value.fix == "pip install comet_ml"
+    with pytest.raises(ConfigError, match=r"^trainer\.logger\.log_model: got all of WandbLogger") as refused:
+        check_loggers(section("WandbLogger", log_model="all"))
+    assert refused.value.fix.startswith("set log_model: false")
     check_loggers(section("CSVLogger"))
     found = {"tensorboardX"}
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if name in found else None)
@@ -263,4 +291,5 @@ def test_a_logger_without_its_package_is_refused_and_stores_are_in_the_run_folde
         resume_loggers(config, tmp_path, None)
     assert wandb.logger[0].init_args.save_dir == str(tmp_path)
     assert mlflow.logger[0].init_args.tracking_uri == f"sqlite:///{tmp_path}/mlflow.db"
+    assert mlflow.logger[0].init_args.artifact_location == f"{tmp_path}/mlartifacts"
     assert own.logger[0].init_args.tracking_uri == "http://there"
