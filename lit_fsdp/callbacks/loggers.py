@@ -14,6 +14,7 @@ import io
 import json
 import logging
 import os
+import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -160,8 +161,10 @@ class RunCSVLogger(Logger, Callback):
         """Log the resolved recipe as hyperparameters; a resumed run keeps them, as MLflow refuses other values."""
         path = Path(trainer.default_root_dir) / "recipe.yaml"
         recipe = yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else {}
-        for logger in trainer.loggers if recipe else ():
-            logger.log_hyperparams(dict(leaves(redact_values(recipe))))
+        # MLflow refuses other characters in names, such as those of a validation set
+        found = {re.sub(r"[^\w./ :-]", "_", key, flags=re.ASCII): value for key, value in leaves(redact_values(recipe))}
+        for logger in trainer.loggers if found else ():
+            logger.log_hyperparams(found)
 
     def _rewrite(self, end: int, last: int | None = None) -> None:
         """Rewrite the rows up to a byte and up to step ``last`` with all columns; a kill may have truncated a row."""
