@@ -205,6 +205,10 @@ def check_loggers(config: Any) -> None:
         given, fix = f"{uploads} of {name}, which uploads no folders", "set log_model: false; checkpoint.export: best"
         fix += " writes a model that can be uploaded"
         require(not uploads, "trainer.logger.log_model", given, "false, as checkpoints are folders", fix)
+        # Lightning-AI/pytorch-lightning#21617: 2.6.6 disables the experiment; delete this when a release does not
+        records = name != "CometLogger" or logger.init_args.get("online") is not False
+        fix = "log online, or offline with WandbLogger"
+        require(records, "trainer.logger.online", "false of CometLogger", "true: offline it records nothing", fix)
         package = _PACKAGES.get(name)
         is_there = package is None or any(importlib.util.find_spec(one) for one in (package, f"{package}X"))
         given, fix = f"{name}, whose package {package} is not installed", f"pip install {package}"

@@ -79,7 +79,7 @@ def parser_error(message: str, known: Iterable[str]) -> ConfigError:
     if lost:
         module, _, name = lost[1].rpartition(".")
         likely = _nearest(name, [one for one in dir(sys.modules.get(module)) if one[:1].isupper()], least=0.6)
-        fix = f"write {module}.{likely}" if likely else ""
+        fix = f"write {module}.{likely}" if likely and likely != name else ""
         return ConfigError(key, f"{lost[1]} ({lost[2]})", "an importable class of this type", fix)
     if key.startswith("trainer.logger") and "save_dir=None" in message:
         return ConfigError(f"{key}.save_dir", "no value", "a folder", f"add --{key}.save_dir FOLDER")

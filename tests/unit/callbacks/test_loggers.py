@@ -273,6 +273,11 @@ def test_a_logger_without_its_package_is_refused_and_stores_are_in_the_run_folde
     with pytest.raises(ConfigError, match=r"^trainer\.logger\.log_model: got all of WandbLogger") as refused:
         check_loggers(section("WandbLogger", log_model="all"))
     assert refused.value.fix.startswith("set log_model: false")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    check_loggers(section("CometLogger"))
+    with pytest.raises(ConfigError, match=r"^trainer\.logger\.online: got false of CometLogger"):
+        check_loggers(section("CometLogger", online=False))
+    monkeypatch.undo()
     check_loggers(section("CSVLogger"))
     found = {"tensorboardX"}
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if name in found else None)

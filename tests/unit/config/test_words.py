@@ -241,6 +241,10 @@ def test_yaml_of_another_trainer_is_answered_too(tmp_path: Path):
 
 
 def test_wrong_flags_and_values():
+    for name, near in (("LitLogger", ""), ("WandLogger", "WandbLogger")):  # the first is not a subclass
+        text = f"Import path lightning.pytorch.loggers.{name} does not correspond to a subclass of Logger"
+        found = parser_error(f'Parser key "trainer.logger": {text}', [])
+        assert found.fix == (f"write lightning.pytorch.loggers.{near}" if near else "")
     wandb = "write trainer.logger: {class_path: lightning.pytorch.loggers.WandbLogger}"
     for words, field, fix in (
         ("--model gpt2", "model", "write --model.name gpt2"),
