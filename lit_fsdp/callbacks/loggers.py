@@ -28,7 +28,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer, loggers
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
-from lit_fsdp.callbacks.records import write_json
+from lit_fsdp.callbacks.records import PENDING_RECIPE, write_json
 from lit_fsdp.checkpoint.run_folder import create_run_folder
 from lit_fsdp.config.command_line import RUN_FOLDER
 from lit_fsdp.config.sections import leaves
@@ -74,6 +74,8 @@ class RunCSVLogger(Logger, Callback):
         self._seen_step = 0
         self._columns: list[str] = []
         self._last: dict[str, Any] = {}
+        self._ahead: dict[str, float] = {}
+        self._ahead_step = 0
         self._last_begins = 0
 
     @property
@@ -89,8 +91,13 @@ class RunCSVLogger(Logger, Callback):
         """Append one row, or rewrite the last one if it has the same step."""
         if self._is_training:
             step = (step or 0) + 1
-            if not self._is_in_batch():  # Lightning assigns a validation inside an accumulation to the next step
-                step = min(step, self._trainer.global_step)
+            if self._is_in_batch() and step > self._trainer.global_step:
+                self._ahead, self._ahead_step = {**self._ahead, **metrics}, step  # for the row of the step that follows
+                return
+            # Lightning assigns a validation inside an accumulation to the next step
+            step = min(step, self._trainer.global_step)
+            if self._ahead and step >= self._ahead_step:
+                metrics, self._ahead = {**self._ahead, **metrics}, {}
         else:
             step, metrics = self._loaded_step or 0, {n: value for n, value in metrics.items() if n != "epoch"}
         if not self._columns:
@@ -120,10 +127,10 @@ class RunCSVLogger(Logger, Callback):
         return bool(current.ready > current.processed)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Keep the Trainer to read its step, and log the recipe of a first start to the other loggers."""
+        """Keep the Trainer to read its step, and log the recipe to the other loggers."""
         self._trainer = trainer
-        if stage == "fit" and not trainer.ckpt_path:
-            self._log_recipe(trainer)
+        if stage == "fit":
+            self._log_recipe(Path(trainer.default_root_dir), trainer.loggers)
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Note the step from which the run resumes."""
@@ -139,6 +146,8 @@ class RunCSVLogger(Logger, Callback):
         step, is_logged = trainer.global_step, trainer._logger_connector.should_update_logs
         if not is_logged and step != self._seen_step and step in (1, end_of(trainer)):
             self._log_now(trainer)
+        elif not is_logged and self._ahead and step >= self._ahead_step:
+            self.log_metrics({}, step - 1)
         self._seen_step = step
 
     def _log_now(self, trainer: Trainer) -> None:
@@ -157,13 +166,16 @@ class RunCSVLogger(Logger, Callback):
             write_json(Path(trainer.default_root_dir) / _NAME, runs)
 
     @rank_zero_only
-    def _log_recipe(self, trainer: Trainer) -> None:
-        """Log the resolved recipe as hyperparameters; a resumed run keeps them, as MLflow refuses other values."""
-        path = Path(trainer.default_root_dir) / "recipe.yaml"
+    def _log_recipe(self, folder: Path, others: list[Logger]) -> None:
+        """Log the resolved recipe as hyperparameters; resumed runs of loggers keep theirs: MLflow refuses to change."""
+        resumed = folder / PENDING_RECIPE
+        if resumed.is_file() and (folder / _NAME).is_file():
+            return
+        path = resumed if resumed.is_file() else folder / "recipe.yaml"
         recipe = yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else {}
         # MLflow refuses other characters in names, such as those of a validation set
         found = {re.sub(r"[^\w./ :-]", "_", key, flags=re.ASCII): value for key, value in leaves(redact_values(recipe))}
-        for logger in trainer.loggers if found else ():
+        for logger in others if found else ():
             logger.log_hyperparams(found)
 
     def _rewrite(self, end: int, last: int | None = None) -> None:
@@ -251,14 +263,14 @@ def resume_loggers(config: Any, run_folder: Path, step: int | None) -> None:
         if logger.class_path.endswith(".MLFlowLogger"):
             _open_store(logger.init_args)
     noted = [] if step is None or not path.is_file() else json.loads(path.read_text(encoding="utf-8"))
-    for logger in found:
-        name, run = same = next((one for one in noted if logger.class_path.endswith(f".{one[0]}")), ("", None))
-        argument = _ARGUMENTS.get(name)
-        if argument is None:
-            continue
-        noted.remove(same)  # another logger of this class continues the next one
-        if logger.init_args.get(argument) is None:
-            logger.init_args[argument] = run
+    names = [logger.class_path.rpartition(".")[2] for logger in found]
+    owned = [(name, one.init_args.get(_ARGUMENTS.get(name, ""))) for name, one in zip(names, found, strict=True)]
+    noted = [(name, run) for name, run in noted if name in _ARGUMENTS and (name, run) not in owned]
+    for logger, (name, own) in zip(found, owned, strict=True):
+        run = next((run for of, run in noted if of == name), None) if own is None else None
+        if run is not None:
+            noted.remove((name, run))  # another logger of this class continues the next one
+            logger.init_args[_ARGUMENTS[name]] = run
             _log.info("%s resumes its run %s (%s)", name, run, path)
 
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 import yaml
 from jsonargparse import Namespace
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
@@ -35,7 +35,9 @@ def rows(folder: Path) -> list[dict[str, str]]:
 def test_a_resumed_run_keeps_what_was_before_and_replaces_the_rest(tmp_path: Path):
     def start(loaded_step: int | None) -> RunCSVLogger:
         logger = RunCSVLogger(tmp_path)
-        logger.setup(SimpleNamespace(global_step=10, training=False, ckpt_path="x"), BoringModel(), "fit")  # type: ignore[arg-type]
+        logger.setup(
+            SimpleNamespace(global_step=10, training=False, default_root_dir=tmp_path, loggers=[]), BoringModel(), "fit"
+        )  # type: ignore[arg-type]
         if loaded_step is not None:
             logger.on_load_checkpoint(Trainer, BoringModel(), {"global_step": loaded_step})  # type: ignore[arg-type]
         return logger
@@ -116,6 +118,32 @@ def test_what_a_callback_logs_before_a_step_is_in_the_row_of_that_step(tmp_path:
     assert found == [(str(n), f"{float(n)}" if n % every == 0 else None) for n in steps]
 
 
+class _Early(Callback):
+    def on_train_batch_start(self, trainer: Trainer, *more: Any) -> None:
+        trainer.logger.log_metrics({"early": trainer.global_step + 1.0}, trainer.global_step)  # type: ignore[union-attr]
+
+    def on_validation_end(self, trainer: Trainer, *more: Any) -> None:
+        trainer.logger.log_metrics({"late": float(trainer.global_step)}, trainer.global_step)  # type: ignore[union-attr]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("every", [1, 50])
+def test_every_step_has_one_row_also_if_callbacks_log_in_every_batch(tmp_path: Path, every: int):
+    logger = RunCSVLogger(tmp_path)
+    options = {
+        "log_every_n_steps": every,
+        "accumulate_grad_batches": 3,
+        "val_check_interval": 2,
+        "limit_val_batches": 1,
+    }
+    trainer_with(logger, [logger, _Early()], 4, **options).fit(_Counting())
+    found = rows(tmp_path)
+    steps = [int(row["step"]) for row in found]
+    assert steps == sorted(set(steps))
+    assert [row["step"] for row in found if "early" in row] == ["1", "2", "3", "4"]
+    assert all(float(row["early"]) == float(row["step"]) for row in found if "early" in row)
+
+
 class _KilledAfterTheSave(ModelCheckpoint):
     def on_train_batch_end(self, trainer: Trainer, *more: Any) -> None:
         super().on_train_batch_end(trainer, *more)
@@ -152,6 +180,16 @@ def test_tensorboard_goes_on_and_hides_what_a_killed_run_had_logged_beyond_its_c
     given[0].version = given[1].version = None
     resume_loggers({"logger": [*boards, plain]}, tmp_path, 10)  # in another order
     assert [one.version for one in given] == [3, 4]
+    given[0].version, given[1].version = 3, None
+    resume_loggers({"logger": boards}, tmp_path, 10)
+    assert [one.version for one in given] == [3, 4]  # two loggers never continue the same run
+    (tmp_path / ".recipe.yaml").write_text("model: {name: changed}")  # a resume, whose loggers keep their recipe
+    seen: list[Any] = []
+    board = SimpleNamespace(log_hyperparams=seen.append)
+    for _ in range(2):
+        own._log_recipe(tmp_path, [board])  # type: ignore[list-item]
+        (tmp_path / "loggers.json").unlink(missing_ok=True)  # without runs to continue
+    assert seen == [{"model.name": "changed"}]
     for switch in (None, True, False):
         resume_loggers({"logger": switch}, tmp_path, 0)
 
