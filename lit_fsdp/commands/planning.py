@@ -269,9 +269,8 @@ def _recommended(best: Mapping[str, Any], taken: Mapping[str, float] | None, may
     if rate is not None and taken is not None:
         gain = f"{rate / taken['tokens_per_second']:.2f} × the recipe's"
         if may_stay and rate <= 1.02 * taken["tokens_per_second"] and best["changes"]:
-            return (
-                f"recommended: the recipe; {best['choice']}, micro-batch {best['micro_batch_size']} has {gain} tokens/s"
-            )
+            other = f"{best['choice']}, micro-batch {best['micro_batch_size']}"
+            return f"recommended: the recipe; {other} has {gain} tokens/s"
         needs += f", {rate:,.0f} tokens/s ({gain})"
     return f"recommended: {best['choice']}, micro-batch {best['micro_batch_size']}{needs}{changes}"
 

@@ -173,11 +173,8 @@ def _put_rest(conversion: Conversion, source: Source, values: dict[str, Any], ra
         if switch.value == "auto" and held:
             conversion.drop(switch, "the other file sets it")
         elif switch.value == "auto" or not switch.on:
-            auto = (
-                " (auto: no other setting enables it; a Trainer file that names this one may: convert that)"
-                if switch.value == "auto"
-                else ""
-            )
+            why = "no other setting enables it; a Trainer file that names this one may: convert that"
+            auto = f" (auto: {why})" if switch.value == "auto" else ""
             conversion.drop(switch, f"it is off{auto}")
             source.ignore(f"{name}.", f"{name} is off")
         elif held in {"bf16": ("mixed", "low_precision"), "fp16": ("fp16_mixed",)}[word]:

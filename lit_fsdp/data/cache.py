@@ -117,10 +117,8 @@ def prepare_rows(sources: Sources, config: DataConfig, encoder: RowEncoder) -> T
         before = next((name for name in sorted(names, key=len, reverse=True) if line.startswith(f"{name}:")), "")
         rows.meta["refused"][number] = names.get(before, before) + line.removeprefix(before)
     say_dropped(rows.meta["refused"])
-    total, dropped = (
-        rows.meta["rows_read"],
-        {why: count for why, count in rows.meta["dropped"].items() if why in _FIXES},
-    )
+    total = rows.meta["rows_read"]
+    dropped = {why: count for why, count in rows.meta["dropped"].items() if why in _FIXES}
     if (count := sum(dropped.values())) > _MANY * total and is_first_process():
         reasons = ", ".join(f"{number:,} {reason}" for reason, number in dropped.items())
         _log.warning("%s: %s of %s rows dropped: %s%s", name, f"{count:,}", f"{total:,}", reasons, _fix_for(dropped))
