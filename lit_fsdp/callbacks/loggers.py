@@ -211,15 +211,15 @@ class RunWandbLogger(loggers.WandbLogger):
 
 
 def check_loggers(config: Any) -> None:
-    """Refuse a logger in a parsed ``trainer`` section whose package is missing, or that would upload checkpoints."""
+    """Refuse a logger in a parsed ``trainer`` section whose package is missing, or whose options have no effect."""
     for logger in _named(config):
         name, uploads = logger.class_path.rpartition(".")[2], logger.init_args.get("log_model")
-        given, fix = f"{uploads} of {name}, which uploads no folders", "set log_model: false; checkpoint.export: best"
-        fix += " writes a model that can be uploaded"
-        require(not uploads, "trainer.logger.log_model", given, "false, as checkpoints are folders", fix)
+        given = f"{uploads} of {name}, which uploads no folders"
+        fix = "set log_model: false; checkpoint.export: best writes a model that can be uploaded"
+        require(not uploads, "trainer.logger.log_model", given, "false, because checkpoints are folders", fix)
         # Lightning-AI/pytorch-lightning#21617: 2.6.6 disables the experiment; delete this when a release does not
         records = name != "CometLogger" or logger.init_args.get("online") is not False
-        fix = "log online, or offline with WandbLogger"
+        fix = "set online: true, or use WandbLogger with offline: true"
         require(records, "trainer.logger.online", "false of CometLogger", "true: offline it records nothing", fix)
         package = _PACKAGES.get(name)
         is_there = package is None or any(importlib.util.find_spec(one) for one in (package, f"{package}X"))

@@ -45,7 +45,7 @@ _FIXES = {
 }
 """Fixes for a source without supervised tokens, by the reason of most of its dropped rows."""
 _NAMED = 20
-_MANY = 0.1  # of the rows: so many dropped ones are worth a warning
+_MANY = 0.1  # share of dropped rows above which a warning is logged
 _ROWS = 250
 
 

@@ -95,7 +95,7 @@ _PACKAGES = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents
 
 
 def _is_lost(error: BaseException) -> bool:
-    """Whether other ranks cannot be reached; a logger or callback may have closed connections of its own."""
+    """Whether other ranks cannot be reached; connections of loggers and callbacks do not count."""
     text = f"{type(error).__name__}: {error}"
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     is_ours = not frames or frames[-1].f_code.co_filename.startswith(_PACKAGES)
