@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import sysconfig
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -378,6 +379,8 @@ class RecipeCLI(LightningCLI):
                 kind = "gpu" if is_accelerator(self.trainer.strategy.root_device) else "cpu"
                 error.add_note(advice(self._declared, folder / "recipe.yaml", kind, self.line.allow_imports))
             is_refusal = isinstance(error, _REFUSALS) and not isinstance(error, ConfigError) and _is_lightnings(error)
+            if self.trainer.global_step and not isinstance(error, MisconfigurationException):
+                is_refusal = False  # the recipe has worked for some steps
             if is_refusal or str(error).startswith("Early stopping conditioned on metric"):
                 raise RefusedByLightning(error) from error
             raise
@@ -564,8 +567,12 @@ def _arguments(path: str) -> list[str]:
 
 
 def _is_lightnings(error: BaseException) -> bool:
-    """Whether Lightning itself, not code called by it, raised the error."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return isinstance(error, MisconfigurationException) or (
-        bool(frames) and frames[-1].filename.startswith(str(Path(lightning.__file__).parent))
-    )
+    """Whether Lightning itself raised the error, neither called by the user's code nor calling other code."""
+    if isinstance(error, MisconfigurationException):
+        return True
+    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    folder = Path(lightning.__file__).parent
+    if not files or not files[-1].startswith(str(folder)):
+        return False
+    installed = (str(Path(__file__).parent), str(folder.parent), sysconfig.get_path("stdlib"))
+    return all(file.startswith(installed) for file in files)

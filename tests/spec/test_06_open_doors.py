@@ -59,6 +59,10 @@ class Tell(L.Callback):
         if trainer.is_global_zero:
             pathlib.Path("told.json").write_text(json.dumps(found, default=str))
 
+class Text(L.Callback):
+    def on_train_batch_end(self, trainer, module, *others):
+        module.log("x", "text")
+
 class Longer(lit_fsdp.CausalLMModule):
     def __init__(self, extra: int = 3, **kwargs):
         super().__init__(**kwargs)
@@ -218,3 +222,6 @@ def test_what_lightning_refuses_is_one_sentence(here: Path) -> None:
     said = said_by(*words, "--trainer.val_check_interval", "0.5", "--trainer.check_val_every_n_epoch", "null", code=2)
     assert "fix:     set trainer.check_val_every_n_epoch: 1" in said
     assert "Traceback" in said_by(*words, "--trainer.val_check_interval", "1000", "--debug", code=2)
+    said = said_by(*words, "--trainer.callbacks", "mine.Text", code=1)  # a wrong call of one's own class
+    assert 'module.log("x", "text")' in said
+    assert "values cannot be logged" in said
