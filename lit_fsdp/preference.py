@@ -9,7 +9,6 @@ pass of every batch.
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 import logging
 from collections.abc import Mapping
@@ -24,6 +23,7 @@ import torch.distributed as dist
 from lit_fsdp.config.model import PreferenceModelConfig
 from lit_fsdp.config.sections import build, refuse_positional, takes_fields
 from lit_fsdp.data.order import FILLER
+from lit_fsdp.data.sources import content_hash
 from lit_fsdp.errors import require
 from lit_fsdp.host import cache_root, is_first_process, make_once
 from lit_fsdp.metrics.step_metrics import STEP_COUNTS, SumMetric
@@ -177,7 +177,7 @@ class PreferenceModule(CausalLMModule):
         lora = self.config.lora  # weights_identity covers packed weights but not their scales
         quantized = [lora.quantize, lora.double_quantization] if lora is not None and lora.quantize else []
         made_with = [fingerprint, self._identity, self._origin(), str(row), *quantized]
-        folder = root / "reference" / _hash(made_with)
+        folder = root / "reference" / content_hash(made_with)
         if not strategy.reduce_boolean_decision(folder.is_dir()):
             given = f"{loss} with data.{split}, which has no log-probabilities of the model before training"
             is_untrained = self._has_base or self._identity == weights_identity(self, strategy)
@@ -220,8 +220,4 @@ def weights_identity(module: torch.nn.Module, strategy: Any, of_base: bool = Fal
     sums = torch.stack([part.sum(dtype=torch.int64) for part in parts]).to(strategy.root_device)
     if isinstance(strategy, EngineStrategy):
         dist.all_reduce(sums, group=strategy.mesh.get_group(SHARD))
-    return _hash([[name for name, _ in named], sums.tolist()])
-
-
-def _hash(values: Any) -> str:
-    return hashlib.blake2b(json.dumps(values).encode(), digest_size=16).hexdigest()
+    return content_hash([[name for name, _ in named], sums.tolist()])
