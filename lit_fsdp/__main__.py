@@ -1,7 +1,5 @@
 """Entry point of ``lit-fsdp`` and ``python -m lit_fsdp``."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 

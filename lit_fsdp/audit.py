@@ -1,7 +1,5 @@
 """Audit of a recipe without running it: units, mesh, dtypes and state per rank, from shapes on meta."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import sys

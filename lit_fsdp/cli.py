@@ -1,7 +1,5 @@
 """LightningCLI for recipes: our sections, callbacks, run folder and checks for any module and data module."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """LightningDataModule that tokenizes before ranks synchronize; batches do not depend on the number of ranks."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import os

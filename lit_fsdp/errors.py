@@ -3,8 +3,6 @@
 All errors that a user can cause are of these types; the command line prints them without a traceback.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 

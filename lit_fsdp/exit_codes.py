@@ -1,7 +1,5 @@
 """The end of a process: its exit code, its error message, and the file for the job that it belongs to."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -1,7 +1,5 @@
 """This process and its host: rank, job, caches, and folders that one process creates for all."""
 
-from __future__ import annotations
-
 import atexit
 import ctypes
 import errno

@@ -1,7 +1,5 @@
 """Logging of commands on standard error."""
 
-from __future__ import annotations
-
 import logging
 import sys
 import warnings

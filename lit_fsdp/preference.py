@@ -6,8 +6,6 @@ computed once before the first step and cached. Where that is impossible, the ba
 pass of every batch.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import logging

@@ -5,8 +5,6 @@ recipe, and the user part of a URL. A value shorter than six characters is hidde
 text, which it would make unreadable.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -23,8 +23,6 @@ ended rank as a failure. While the recipe is read, Python's defaults apply. SIGU
 writes the Python stack of each thread to standard error.
 """
 
-from __future__ import annotations
-
 import atexit
 import faulthandler
 import os

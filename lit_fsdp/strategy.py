@@ -1,7 +1,5 @@
 """The strategy factory: one vocabulary for four engines."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """An exponential moving average of the trained weights; each rank stores the averages of its shards."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

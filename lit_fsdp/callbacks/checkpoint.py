@@ -1,7 +1,5 @@
 """When checkpoints are written and which are kept; the strategy writes them."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import math

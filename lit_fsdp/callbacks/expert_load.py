@@ -1,7 +1,5 @@
 """Load balance of a mixture of experts, from counts that stay on the device."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import math

@@ -1,7 +1,5 @@
 """Proof, before the first step, that the samples of a pack do not attend to each other in the live model."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

@@ -4,8 +4,6 @@ Lightning's CSVLogger removes the file of an earlier start in the same folder; T
 each create a new run at every start.
 """
 
-from __future__ import annotations
-
 import csv
 import hashlib
 import importlib

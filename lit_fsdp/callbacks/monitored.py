@@ -1,7 +1,5 @@
 """Metrics that callbacks monitor, compared before the first step with what our modules log."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from lightning.pytorch import Callback, Trainer

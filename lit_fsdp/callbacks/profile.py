@@ -1,7 +1,5 @@
 """A window of :mod:`torch.profiler` over a few optimizer steps, with marks for their phases."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A progress bar over the whole run, in optimizer steps, on rank 0 only."""
 
-from __future__ import annotations
-
 import math
 import sys
 import threading

@@ -1,7 +1,5 @@
 """Records of a run on the screen and in the run folder: data, units, dtypes, predictions."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

@@ -1,7 +1,5 @@
 """Samples during training: greedy answers of the live, sharded model to a few prompts."""
 
-from __future__ import annotations
-
 import csv
 import io
 import sys

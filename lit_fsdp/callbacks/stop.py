@@ -5,8 +5,6 @@ SLURM) are not installed: they save or communicate inside a handler. A user's ow
 ``flags = SignalFlags()``, ``flags.install()`` and ``callbacks=[StopOnSignal(flags), Checkpoint(...)]``.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

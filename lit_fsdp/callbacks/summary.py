@@ -1,7 +1,5 @@
 """Summary at the end of a verb: steps, losses, checkpoints, memory, and the next command."""
 
-from __future__ import annotations
-
 import math
 import shlex
 from datetime import timedelta

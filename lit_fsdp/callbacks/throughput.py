@@ -1,7 +1,5 @@
 """Rates, data wait, FLOP/s and peak memory, from the counts that each step all-reduces anyway."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Records the results of each step of a run, for ``lit-fsdp parity``."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Estimate the size of checkpoints from tensor shapes, and check that the disk has space for them."""
 
-from __future__ import annotations
-
 import math
 import shutil
 from collections.abc import Iterable, Mapping, Sequence

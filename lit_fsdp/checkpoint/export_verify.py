@@ -1,7 +1,5 @@
 """Reload an export with transformers (an adapter with peft) and compare it to a model rebuilt from the checkpoint."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -4,8 +4,6 @@ While being written, a folder has a hidden name next to its final one; it is ren
 leaves only hidden folders, which are deleted when the same folder is written again or the run resumes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import os

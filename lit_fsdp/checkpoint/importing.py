@@ -1,7 +1,5 @@
 """Import checkpoints of Lightning, Accelerate and the HF Trainer: no pickle is trusted, tensors are matched by name."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import os

@@ -1,7 +1,5 @@
 """Ranks that save or load together; a failure on one rank raises an error on all ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, TypeVar

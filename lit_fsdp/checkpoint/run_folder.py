@@ -3,8 +3,6 @@
 This module does not import torch. Changes require the run lock, so hidden folders belong to dead processes.
 """
 
-from __future__ import annotations
-
 import datetime
 import functools
 import logging

@@ -4,8 +4,6 @@ A lock of ``flock`` belongs to the open file. Only rank 0 acquires it, so that r
 Forked processes (data loader workers) close their copy, so that the lock does not outlive the job.
 """
 
-from __future__ import annotations
-
 import datetime
 import fcntl
 import logging

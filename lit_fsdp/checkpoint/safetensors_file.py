@@ -1,7 +1,5 @@
 """Stream a safetensors file tensor by tensor: its header needs only names, dtypes and shapes."""
 
-from __future__ import annotations
-
 import functools
 import json
 import math

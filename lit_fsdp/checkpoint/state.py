@@ -4,8 +4,6 @@ Plain JSON values are unchanged. Any other value is an object with a single key,
 value is the encoded content.
 """
 
-from __future__ import annotations
-
 import base64
 import datetime
 import io

@@ -4,8 +4,6 @@ DCP gathers the errors of all ranks after each phase, and calls ``finish`` on ra
 its part. Therefore ``finish`` writes the manifest, which makes a folder a checkpoint, and then renames the folder.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import datetime

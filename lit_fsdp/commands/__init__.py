@@ -1,7 +1,5 @@
 """The verbs of ``lit-fsdp``. Heavy packages are imported only after the command line has been parsed."""
 
-from __future__ import annotations
-
 import difflib
 import errno
 import importlib

@@ -1,7 +1,5 @@
 """``bench``: measure variations of one recipe in separate runs."""
 
-from __future__ import annotations
-
 import csv
 import hashlib
 import itertools

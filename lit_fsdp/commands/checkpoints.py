@@ -1,7 +1,5 @@
 """``ckpt ls`` and ``ckpt verify``, which need no torch, and ``ckpt import`` for checkpoints of other frameworks."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import json

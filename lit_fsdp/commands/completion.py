@@ -1,7 +1,5 @@
 """``--print_completion``: a script for shell completion of verbs, flags, recipe keys and their values."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import dataclasses

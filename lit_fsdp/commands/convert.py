@@ -1,7 +1,5 @@
 """``convert``: convert another library's configuration to a recipe."""
 
-from __future__ import annotations
-
 import difflib
 import shlex
 import sys

@@ -1,7 +1,5 @@
 """``data inspect``: inspect the training data and tokenize it before a run."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import sys

@@ -1,7 +1,5 @@
 """``export`` and ``generate``: convert a checkpoint to a Hugging Face folder, and chat with it."""
 
-from __future__ import annotations
-
 import math
 import sys
 from argparse import Namespace

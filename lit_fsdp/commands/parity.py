@@ -1,7 +1,5 @@
 """``lit-fsdp parity``: compare training of two recipes, or of a recipe and a plain PyTorch loop."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import sys

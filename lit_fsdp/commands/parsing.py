@@ -1,7 +1,5 @@
 """Parsers for verbs with their own flags (without abbreviations), and tables that verbs print."""
 
-from __future__ import annotations
-
 import argparse
 import difflib
 import re

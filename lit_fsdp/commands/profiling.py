@@ -1,7 +1,5 @@
 """``profile``: profile a few steps of a recipe with torch.profiler."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """``recipes ls|show|cp``: the recipes and fragments included in the project."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """``report``: write the report of a run folder, or a comparison of several."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Short runs of ``fit`` in separate processes, for verbs that compare runs."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Command-line arguments of a verb: files first, later ones win, flags last; the classes that they name."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

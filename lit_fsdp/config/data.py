@@ -1,7 +1,5 @@
 """Training data: sources of rows, template, mask and batches."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 

@@ -1,7 +1,5 @@
 """Paths in recipes and flags, and the location of the files that ship with the project."""
 
-from __future__ import annotations
-
 import difflib
 import os
 import re

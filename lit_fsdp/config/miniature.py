@@ -1,7 +1,5 @@
 """Replacements that adapt a recipe to a miniature trial run, beyond the values of the YAML fragment."""
 
-from __future__ import annotations
-
 import math
 import os
 from typing import Any

@@ -1,7 +1,5 @@
 """The model section: the model, its adapters, the loss, and the optimizer."""
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 :class:`lit_fsdp.cli.RecipeCLI` builds Lightning's parser from the same dataclasses and shares :func:`complete`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import importlib

@@ -1,7 +1,5 @@
 """Convert errors of jsonargparse to ours: full path, given value, allowed values, nearest key."""
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import importlib

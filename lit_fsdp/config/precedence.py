@@ -1,7 +1,5 @@
 """Which of two values counts when a recipe gives a thing in two ways; of the same key, jsonargparse keeps the last."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from typing import Any

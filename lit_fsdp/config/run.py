@@ -3,8 +3,6 @@
 The rules are checked before any process starts and before torch is imported.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import dataclass

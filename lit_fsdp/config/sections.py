@@ -1,7 +1,5 @@
 """Convert mappings to typed sections, and sections to mappings."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import functools

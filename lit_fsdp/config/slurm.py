@@ -1,7 +1,5 @@
 """The slurm section: how a recipe runs on a SLURM cluster."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from typing import Literal

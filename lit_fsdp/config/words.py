@@ -1,7 +1,5 @@
 """Names of keys, verbs and flags in other trainers, mapped to ours for suggestions in errors about unknown names."""
 
-from __future__ import annotations
-
 import difflib
 import itertools
 import re

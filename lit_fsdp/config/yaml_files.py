@@ -1,7 +1,5 @@
 """Recipe files: YAML in which 12:00:00 is text and 1e-4 is a number, and the loader that jsonargparse uses."""
 
-from __future__ import annotations
-
 import difflib
 import json
 import re

@@ -1,7 +1,5 @@
 """Convert configurations of other libraries to recipes, and report the result for every key; without torch."""
 
-from __future__ import annotations
-
 import shlex
 import tempfile
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Convert the YAML of ``accelerate config``, and its ``fsdp_config``, which Transformers uses with other defaults."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

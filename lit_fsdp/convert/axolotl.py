@@ -1,7 +1,5 @@
 """Convert Axolotl's YAML, which contains arguments of the Transformers Trainer, some under other names."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

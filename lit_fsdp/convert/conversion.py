@@ -1,7 +1,5 @@
 """A recipe being converted, with a report line for every key of the input, and the values of those keys."""
 
-from __future__ import annotations
-
 import difflib
 import json
 import re

@@ -1,7 +1,5 @@
 """Convert DeepSpeed's JSON; also ranks and precision for all formats."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial

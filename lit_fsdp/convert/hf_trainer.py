@@ -1,7 +1,5 @@
 """Convert Transformers ``TrainingArguments`` from JSON or YAML."""
 
-from __future__ import annotations
-
 import math
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tables with one row per key of a configuration, and the code that applies them."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Convert torchtune's YAML: trees of components, with references to other keys."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

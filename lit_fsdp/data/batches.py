@@ -3,8 +3,6 @@
 Shapes: B rows or packs, T tokens per row or pack, N sequences over all packs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tokenized rows as flat arrays on disk, created once per content by one node and memory-mapped by every rank."""
 
-from __future__ import annotations
-
 import json
 import logging
 import multiprocessing

@@ -1,7 +1,5 @@
 """Select the chat template, and render conversations with it through transformers."""
 
-from __future__ import annotations
-
 import difflib
 import json
 import re

@@ -1,7 +1,5 @@
 """Encode rows of any row format as samples: tokens with a mask, truncated, or the reason why a row is dropped."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Detect common row formats, and read their rows as conversations, text or token ids."""
 
-from __future__ import annotations
-
 import json
 import reprlib
 from collections.abc import Mapping, Sequence

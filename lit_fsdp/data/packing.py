@@ -5,8 +5,6 @@ Samples are placed from longest to shortest, each into the fullest pack in which
 Source: Johnson, Near-optimal bin packing algorithms, 1973; for packing training samples: arXiv:2404.10830.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Convert rows to prompts for generation, with the expected answer if the row has one."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice

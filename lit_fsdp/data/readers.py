@@ -5,8 +5,6 @@ turns text like "2020-01-01" into dates, integers into floats, and keys that onl
 reader shifts the columns if the first record has an extra cell.
 """
 
-from __future__ import annotations
-
 import csv
 import glob
 import gzip

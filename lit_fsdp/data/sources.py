@@ -1,7 +1,5 @@
 """Find the sources of a recipe by file, glob, folder or name, with their row format and a digest of their content."""
 
-from __future__ import annotations
-
 import glob
 import hashlib
 import json

@@ -8,8 +8,6 @@ Without weights, sources are read one after another. With weights, the next row 
 rows read relative to its weight. Exhausted sources restart until each has ended once, which completes an epoch.
 """
 
-from __future__ import annotations
-
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence

@@ -11,8 +11,6 @@ assign each block to a turn and verify that the blocks cover its content. Blocks
 the following special token.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Collection, Sequence

@@ -4,8 +4,6 @@ SLURM, a terminal and ``kill -- -GROUP`` send a signal to every process. If a lo
 instead of saving a checkpoint. If a loader inherited the handlers of its rank, it would report every signal again.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

@@ -3,8 +3,6 @@
 Nothing here imports torch, which may be broken: a separate process reports the devices.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import platform

@@ -4,8 +4,6 @@ Each process, started by srun, torchrun or alone, runs its rank in a child proce
 becomes a row instead of ending the table. All messages go through the ``TCPStore`` of the launch.
 """
 
-from __future__ import annotations
-
 import contextlib
 import glob
 import json

@@ -5,8 +5,6 @@ wrong combination would wait for ranks that never start, or train several runs a
 torch is loaded, so that none waits for another.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import re
 from collections.abc import Mapping, MutableMapping

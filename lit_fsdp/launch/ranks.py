@@ -4,8 +4,6 @@ Lightning would start them only after the first rank has imported everything. If
 of ranks, they are started here instead, in the environment that Lightning would set.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

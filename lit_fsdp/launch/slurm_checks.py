@@ -1,7 +1,5 @@
 """Checks before a job is submitted: errors, and warnings if something is only assumed."""
 
-from __future__ import annotations
-
 import glob
 import re
 import subprocess

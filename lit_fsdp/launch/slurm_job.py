@@ -4,8 +4,6 @@ One task per process, one ``srun``. The batch shell runs on the first node of th
 starts the step and requeues the job after the step has saved and stopped. No value is executed as code.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 import subprocess

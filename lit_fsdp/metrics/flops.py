@@ -19,8 +19,6 @@ forward pass of every block that activation checkpointing recomputes.
 Source: PaLM, arXiv:2204.02311, appendix B; Korthikanti et al., arXiv:2205.05198, appendix A.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Mapping

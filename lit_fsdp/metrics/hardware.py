@@ -3,8 +3,6 @@
 Rates are the vendors' figures: dense, without sparsity, at boost clock.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os

@@ -1,7 +1,5 @@
 """Counts of every step, summed over micro-batches and by one all-reduce over ranks, and the logged metrics."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any

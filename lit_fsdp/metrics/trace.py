@@ -5,8 +5,6 @@ analyzed by threads: library operators (``aten::mm``) count as compute, unlike a
 of c10d and gloo threads counts as communication. It includes the time in which a rank waits for a slower rank.
 """
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence

@@ -6,8 +6,6 @@ units, merges and saves stay those of peft; calls that the function does not sup
 Shapes: N rows of inputs, I inputs, O outputs, R the rank.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

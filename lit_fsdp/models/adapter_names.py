@@ -1,7 +1,5 @@
 """Names that peft gives: files of an adapter's folder, and parameters of a model with adapters."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -5,8 +5,6 @@ Attention sinks and soft caps, which SDPA does not support, are computed eagerly
 Shapes: B rows, H query heads, K key and value heads (H is a multiple of K), T tokens of a row, D head size.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import re

@@ -1,7 +1,5 @@
 """The frozen base of adapters. Checkpoints do not store it; they record its location, revision and hash."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Build the model that a recipe trains on meta, with its adapters and frozen parameters."""
 
-from __future__ import annotations
-
 import copy
 import importlib.util
 import logging

@@ -10,8 +10,6 @@ Shapes: n ranks of a group, N tokens of the row, H query heads, K key and value 
 Sources: arXiv:2309.14509 (Ulysses); arXiv:2407.21783, 3.3.2 (gathered keys and values).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

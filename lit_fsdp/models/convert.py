@@ -1,7 +1,5 @@
 """Convert model files that cannot be read shard by shard to a safetensors folder in the cache, once."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

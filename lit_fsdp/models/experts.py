@@ -8,8 +8,6 @@ with their own forward pass use peft's sums. Grouped products also follow autoca
 Shapes: N tokens, K experts of each, S = N * K tokens sorted by expert, E experts, I inputs, O outputs, R the rank.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Files of a model that a checkpoint keeps besides tensors, so that it can be exported on its own."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """Generate answers with plain transformers."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from shlex import quote

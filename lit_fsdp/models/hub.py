@@ -1,7 +1,5 @@
 """Download models and tokenizers from the Hugging Face hub, upload exported models; errors include a fix."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager

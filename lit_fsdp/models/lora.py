@@ -5,8 +5,6 @@ found as without adapters. Only parameter names change: the name ``q_proj.weight
 next to ``q_proj.lora_A.default.weight``. The base is read under its original names, shard by shard.
 """
 
-from __future__ import annotations
-
 import difflib
 import functools
 import logging

@@ -6,8 +6,6 @@ the call, by one that processes supervised tokens in chunks: the logits of a who
 Shapes: B batch, T tokens, N supervised tokens, C tokens of a chunk, D width of the hidden states, V vocabulary.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import logging
 import re

@@ -1,7 +1,5 @@
 """The same architecture at toy size, to try a recipe on any machine without the model's weights."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

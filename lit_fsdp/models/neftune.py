@@ -1,7 +1,5 @@
 """Noise on the embeddings of training batches (NEFTune, arXiv:2310.05914)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """The optimizer that a recipe names: its arguments, the size of its state, and AdamW and Muon for shards."""
 
-from __future__ import annotations
-
 import difflib
 import importlib
 import inspect

@@ -1,7 +1,5 @@
 """``model.config_overrides``: values that replace those in a model's config."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import difflib

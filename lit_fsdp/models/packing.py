@@ -7,8 +7,6 @@ completions use such a row too: see :func:`pairs_in_one_row`.
 Shapes: B packs, T tokens of each, N samples of all packs, L tokens of each, D hidden size.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Split batches over the ranks of a context group, and check which models support it."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Mapping
 from typing import Any

@@ -6,8 +6,6 @@ do not change; without gradients and under ``torch.compile`` they run transforme
 Shapes: N rows, D features.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 from typing import Any

@@ -9,8 +9,6 @@ arXiv:2310.12036, eq. 17, on means over tokens as its authors intended (https://
 ORPO arXiv:2403.07691; SimPO arXiv:2405.14734.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 

@@ -6,8 +6,6 @@ scales, one per block of 64, are not sharded.
 Source: QLoRA, arXiv:2305.14314.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Resolve a recipe's model name to a config, a folder of weights and a tokenizer."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import logging

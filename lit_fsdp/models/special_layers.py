@@ -1,7 +1,5 @@
 """Linear layers that are more than a product: routers, and layers whose weight the model's code uses directly."""
 
-from __future__ import annotations
-
 import functools
 import re
 from typing import Any

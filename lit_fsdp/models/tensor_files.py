@@ -1,7 +1,5 @@
 """Read the tensors of a safetensors file one at a time; its header is read once."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

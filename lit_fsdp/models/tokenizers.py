@@ -1,7 +1,5 @@
 """Tokenizers: the model's own, and a tiny one generated in memory to try recipes."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from pathlib import Path

@@ -3,8 +3,6 @@
 A folder of safetensors files is matched with the model once, by names and shapes; missing tensors are initialized.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import hashlib

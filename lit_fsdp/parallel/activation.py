@@ -4,8 +4,6 @@ The block's ``forward`` is replaced: parameter names do not change, and recomput
 no all-gather. From the outside in: host copies, ``torch.compile``, the checkpointed region, the model's forward.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import warnings

@@ -1,7 +1,5 @@
 """Check that parameters, optimizers and schedules agree on all ranks, and end loaders without a length together."""
 
-from __future__ import annotations
-
 import hashlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence

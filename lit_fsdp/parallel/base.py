@@ -1,7 +1,5 @@
 """The mixin for Lightning strategies that all engines share: setup, audit, dtype contract, steps."""
 
-from __future__ import annotations
-
 import logging
 import os
 import re

@@ -1,7 +1,5 @@
 """Saving and loading checkpoints in a strategy, for all engines: DTensors under the model's own names."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

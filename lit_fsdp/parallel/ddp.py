@@ -1,7 +1,5 @@
 """Whole models on every rank (``ddp``) or on a single rank (``single``); the mode ``mixed`` uses torch's autocast."""
 
-from __future__ import annotations
-
 import warnings
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any

@@ -1,7 +1,5 @@
 """``verbose``: write the shards of each rank to ``debug/rank-N.json`` in the run folder."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

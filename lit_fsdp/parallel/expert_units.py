@@ -5,8 +5,6 @@ and norms do not change. Each of ``n`` neighboring ranks gathers only its own ex
 index in the other groups of neighbors.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Support for foreign modules, optimizers, dataloaders and callbacks."""
 
-from __future__ import annotations
-
 import functools
 import logging
 from collections.abc import Iterable

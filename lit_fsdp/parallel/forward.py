@@ -1,7 +1,5 @@
 """Calls of a sharded module between the hooks of its root, which gather and free parameters."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Engine 1: torch's ``FullyShardedDataParallel`` under Lightning's ``FSDPStrategy``."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import warnings

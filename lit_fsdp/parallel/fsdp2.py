@@ -1,7 +1,5 @@
 """Engine 2: torch's ``fully_shard`` under Lightning's ``ModelParallelStrategy``."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

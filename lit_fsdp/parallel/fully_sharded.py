@@ -1,7 +1,5 @@
 """Apply torch's ``fully_shard`` to a model: units, dtypes, prefetching; used by runs and by memory plans."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Sequence

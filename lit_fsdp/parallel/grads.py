@@ -4,8 +4,6 @@ All ranks decide by one norm over all shards, equal to that of an unsharded mode
 its FSDP strategy (https://github.com/Lightning-AI/pytorch-lightning/issues/19235).
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Callable

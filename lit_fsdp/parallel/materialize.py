@@ -1,7 +1,5 @@
 """Fill a model built on meta with real tensors, so that no rank stores more than its shards and one module."""
 
-from __future__ import annotations
-
 import logging
 import math
 import time

@@ -1,7 +1,5 @@
 """The device mesh of a run, and the process groups of ranks that divide experts."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 from typing import Any
 

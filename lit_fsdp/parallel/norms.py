@@ -1,7 +1,5 @@
 """Gradient norms by parameter, equal to those of a single process."""
 
-from __future__ import annotations
-
 import logging
 import sys
 import weakref

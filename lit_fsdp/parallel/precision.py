@@ -1,7 +1,5 @@
 """Precision: casts that the engines do not do, and checks of the dtypes that they actually use."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import logging

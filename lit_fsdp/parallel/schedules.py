@@ -1,7 +1,5 @@
 """Find schedulers that Lightning would not step before the end of a run."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from typing import Any

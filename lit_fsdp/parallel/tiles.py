@@ -1,7 +1,5 @@
 """Compute feed-forward layers in tiles over positions, so that their wide activations exist for one tile only."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import re

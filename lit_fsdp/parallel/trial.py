@@ -1,7 +1,5 @@
 """Try two optimizer steps on tiny tensors with the engine's layout, before the model is modified."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """On CPUs, return free memory of a fragmented heap to the system, near the peak of resident memory."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable
 from pathlib import Path

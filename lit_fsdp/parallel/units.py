@@ -1,7 +1,5 @@
 """Plan which modules become FSDP units, for both engines, on meta tensors before sharding."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections import Counter

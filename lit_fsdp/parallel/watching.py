@@ -1,7 +1,5 @@
 """Observations of live steps: the parameters that backward passes use, and the dtypes of the first step."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -3,8 +3,6 @@
 Here a recipe is a flat mapping from full key to value, with ``class_path`` and ``init_args`` also for our own classes.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Every optimizer step processes the rows of one global batch one at a time, witho
 cross-entropy over all their supervised tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from typing import Any
 

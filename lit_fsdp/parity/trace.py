@@ -1,7 +1,5 @@
 """Record a run after each optimizer step, and compute the differences between two runs."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field

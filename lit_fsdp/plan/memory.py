@@ -1,7 +1,5 @@
 """Predict the peak memory of each rank of a recipe, by kind, and the time of a step, without running it."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

@@ -1,7 +1,5 @@
 """Find which choices of a recipe fit a GPU, the fastest of them, and changes that save memory."""
 
-from __future__ import annotations
-
 import bisect
 import dataclasses
 import json

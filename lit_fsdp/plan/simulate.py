@@ -6,8 +6,6 @@ by the third block is that of each further block. Assumptions: all tokens are su
 need less, is off, and fsdp1 behaves like fsdp2.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import dataclasses

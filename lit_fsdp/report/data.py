@@ -4,8 +4,6 @@ Rows are untrusted, and raw control characters can move the cursor, change color
 shown by code point: an escape becomes ``⟨U+001B⟩``.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """``report.html``: the content of one or several run folders as a single self-contained page."""
 
-from __future__ import annotations
-
 import contextlib
 import csv
 import html

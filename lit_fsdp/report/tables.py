@@ -1,7 +1,5 @@
 """Terminal tables of FSDP units, of memory per rank, and of dtypes."""
 
-from __future__ import annotations
-
 import os
 from itertools import groupby
 from typing import Any, TextIO
