@@ -30,6 +30,14 @@ from lit_fsdp.models.tokenizers import end_of_turn_id, pad_id, read_tokenizer
 from lit_fsdp.models.weights import headers_of
 
 
+_BY_ITSELF = ("cpmant", "deepseek_v4", "minimax", "recurrent_gemma", "roformer", "xlm")
+"""Model types that answer a prompt otherwise if it is padded on the left (transformers 5.24), in spite of its mask.
+
+DeepSeek V4 compresses blocks that begin at the padding, MiniMax takes the length of its cache from a layer without one,
+RecurrentGemma does not mask its recurrence, and CPM-Ant, RoFormer and XLM have absolute positions.
+"""
+
+
 class Chat:
     """A conversation with the model in ``folder``, through its chat template.
 
@@ -181,7 +189,7 @@ def generate_ids(
     streamer: TextStreamer | None = None,
     sampling: dict[str, float] | None = None,
 ) -> list[list[int]]:
-    """Generate an answer to each prompt (at least one) as token ids with the end token, in one batch.
+    """Generate an answer to each prompt (at least one) as token ids with the end token, in one batch if possible.
 
     Answers are greedy, or drawn with the ``temperature`` and ``top_p`` of ``sampling`` by torch's random generator.
 
@@ -189,6 +197,11 @@ def generate_ids(
     text), the tokenizer's end of text and the template's end of a turn. The generation config and the model's mode are
     restored. ``in_step``: all ranks call it and continue until the last answer ends, because they gather shards.
     """
+    if len(prompts) > 1 and model.config.get_text_config().model_type in _BY_ITSELF:
+        answers = (
+            generate_ids(model, tokenizer, [one], max_new_tokens, device, in_step, sampling=sampling) for one in prompts
+        )
+        return [answer for (answer,) in answers]
     num_ids = model.config.get_text_config().vocab_size
     highest, allowed = max(map(max, prompts)), f"token ids 0 to {num_ids - 1}, which have embeddings in the model"
     require(highest < num_ids, "prompt", f"{tokenizer.convert_ids_to_tokens(highest)!r} ({highest})", allowed)

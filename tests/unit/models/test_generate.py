@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from typing import Any
 
 import peft
 import pytest
@@ -17,10 +18,11 @@ from lit_fsdp.config.model import LoraConfig, ModelConfig
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.models.adapter_names import base_name
 from lit_fsdp.models.base import BaseWeights, describe_base, find_base
-from lit_fsdp.models.generate import Chat, answer_batch
+from lit_fsdp.models.generate import Chat, answer_batch, generate_ids
 from lit_fsdp.models.resolve import resolve_model
 from lit_fsdp.models.tokenizers import miniature_tokenizer
 from tests.unit.models.conftest import to_mxfp4
+from tests.unit.models.families import FAMILIES, random_model
 
 
 @pytest.fixture
@@ -41,6 +43,27 @@ def test_length_is_limited_and_an_end_mark_stops(ask):
     assert len(tokenizer(answer(5))["input_ids"]) == 5  # all logits equal: always the first token
     model.generation_config.eos_token_id = 0  # that first token: the model's own end mark counts too
     assert answer(5) == tokenizer.decode([0]).strip()
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("llama", {}),
+        ("jamba", {}),
+        ("deepseek_v4", {}),
+        ("minimax", {"layer_types": ["linear_attention", "full_attention"]}),
+        ("recurrent_gemma", {}),
+    ],
+)
+def test_answers_do_not_depend_on_the_other_prompts(family: str, changes: dict[str, Any]):
+    if family not in FAMILIES:
+        pytest.skip("this release of transformers does not have the family")
+    model, tokenizer = random_model(family, **changes), miniature_tokenizer()
+    torch.manual_seed(1)
+    prompts = [torch.randint(3, len(tokenizer), (length,)).tolist() for length in (3, 24, 24)]
+    together = generate_ids(model, tokenizer, prompts, 6, model.device)
+    assert together == [generate_ids(model, tokenizer, [one], 6, model.device)[0] for one in prompts]
+    assert len({tuple(answer) for answer in together}) == 3
 
 
 def test_a_raw_prompt_is_plain_text_after_bos_without_template(ask, monkeypatch, tmp_path):
