@@ -49,7 +49,7 @@ from lit_fsdp.datamodule import CausalLMDataModule
 from lit_fsdp.errors import ConfigError, RefusedByLightning, require
 from lit_fsdp.exit_codes import exit_code_of, is_lost, is_out_of_memory
 from lit_fsdp.host import follows_first_task, is_launched_by_lightning, is_requeued, resume_collection, wait_for_first
-from lit_fsdp.launch.launcher import adopt_step, check_launch
+from lit_fsdp.launch.launcher import adopt_step, check_launch, drop_used_port
 from lit_fsdp.launch.ranks import LAUNCHED_RANKS
 from lit_fsdp.logs import setup_logging
 from lit_fsdp.metrics.hardware import is_accelerator
@@ -117,6 +117,7 @@ class RecipeCLI(LightningCLI):
             build()
             return
         adopt_step(os.environ)
+        drop_used_port(os.environ)
         if code := exit_code_of(build, debug="--debug" in words):
             sys.exit(code)
 

@@ -90,6 +90,11 @@ def is_requeued() -> bool:
     return os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
 
 
+def may_restart() -> bool:
+    """Whether torchrun starts the ranks again after a failure (``--max-restarts``)."""
+    return os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+
+
 def tell_job(name: str, text: str = "") -> None:
     """Write a small file atomically for the batch script of this job; do nothing outside of a job."""
     if folder := os.environ.get(EXIT_DIR):
@@ -146,6 +151,17 @@ def end_with_first(is_running: Callable[[], bool]) -> None:
         os._exit(EXIT_LOST)
 
     threading.Thread(target=watch, name="first rank", daemon=True).start()
+
+
+def can_listen(port: int) -> bool:
+    """Whether this process can listen on a TCP port, as no other one does."""
+    with socket.socket() as one:
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            one.bind(("", port))
+        except OSError:
+            return False
+    return True
 
 
 def free_port() -> int:

@@ -7,6 +7,8 @@ other forever (https://github.com/Lightning-AI/pytorch-lightning/issues/21406).
 phase of ``fit``                     SIGTERM, SIGUSR1              SIGINT (Ctrl-C)
 ===================================  ============================  =========================================
 before any other rank may wait       ends at once, 75              ends at once, 130
+while the ranks meet                 ends after 5 s unless they    ends at once, 130
+                                     have met by then, 75
 until the first batch                all ranks agree before it,    ends at once, 130
                                      nothing is saved, 75
 training                             all ranks agree after the     the same, 130; a third one ends at once
@@ -34,6 +36,8 @@ from collections.abc import Callable
 from lit_fsdp.host import global_rank, is_first_process, is_launched_by_lightning, tell_job
 
 EXIT_STOPPED, EXIT_INTERRUPTED = 75, 130
+_PATIENCE_SECONDS = 5
+_NOTHING_YET = "stopped by a signal; there is nothing to save yet"
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
@@ -49,6 +53,8 @@ class SignalFlags:
         self.has_peers = any(name in os.environ for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID"))
         """Whether other ranks exist that would wait for this one."""
         self.can_save = can_save
+        self.meeting = False
+        """Whether this rank waits for the others, with which it cannot agree yet."""
         self.before_exit: Callable[[], object] = lambda: None
         """Called before the process ends at once."""
         self.failed: int | None = None
@@ -89,8 +95,14 @@ class SignalFlags:
             self.interrupted = True
         elif self.can_save and (self.training or self.has_peers):
             self.terminated = True
+            if self.meeting:
+                threading.Timer(_PATIENCE_SECONDS, self._end_alone).start()
         else:
-            self._end("stopped by a signal; there is nothing to save yet", EXIT_STOPPED)
+            self._end(_NOTHING_YET, EXIT_STOPPED)
+
+    def _end_alone(self) -> None:
+        if self.meeting:
+            self._end(_NOTHING_YET, EXIT_STOPPED)
 
     def _end(self, text: str, code: int) -> None:
         if self.failed is not None:  # Lightning ends the first rank when another one has failed with the same error

@@ -24,7 +24,7 @@ from lit_fsdp.checkpoint.files import MANIFEST, naming, sync_folder
 from lit_fsdp.checkpoint.manifest import NOT_ONE, Manifest, read_manifest
 from lit_fsdp.config.run import CheckpointConfig, RunConfig
 from lit_fsdp.errors import CheckpointError, ConfigError, require
-from lit_fsdp.host import is_first_process, is_launched_by_lightning, is_requeued, say_once
+from lit_fsdp.host import is_first_process, is_launched_by_lightning, is_requeued, may_restart, say_once
 
 FOLDER = "checkpoints"
 STEP_NAME = re.compile(r"step-(\d+)")
@@ -215,8 +215,8 @@ def refuse_used(run_folder: Path, there: Sequence[Found]) -> None:
 def find_resume(verb: str, word: str | None, run_folder: Path, config: CheckpointConfig, fallback: bool) -> Resume:
     """Resolve ``ckpt_path`` before ranks connect; for loading, the result of rank 0 applies.
 
-    Without a ``word`` (see :func:`choose`), ``fit`` raises ConfigError for a run folder with checkpoints. A requeued
-    job with ``last`` but without checkpoints starts from scratch.
+    Without a ``word`` (see :func:`choose`), ``fit`` raises ConfigError for a run folder with checkpoints. With ``last``
+    but without checkpoints, a requeued job, and ranks that torchrun may restart, start from scratch.
     """
     there = survey(run_folder / FOLDER)
     if not word:
@@ -226,7 +226,7 @@ def find_resume(verb: str, word: str | None, run_folder: Path, config: Checkpoin
             text = "uses the weights of model.name, although the run folder has checkpoints; for the last one, add"
             say_once(f"{verb} {text} --ckpt_path last")
         return Resume(None)
-    if word == "last" and is_requeued() and not there:
+    if word == "last" and (is_requeued() or may_restart()) and not there:
         return Resume(None)
     path, *others = choose(word, run_folder, config.monitor, config.mode, fallback)
     return Resume(str(path), others if fallback else (), read_manifest(path))

@@ -66,10 +66,11 @@ def _check(verb: str, argv: list[str]) -> LoadedRecipe:
     """Check everything that does not need torch."""
     from lit_fsdp.checkpoint.run_folder import find_resume
     from lit_fsdp.config.parser import load_recipe
-    from lit_fsdp.launch.launcher import adopt_step, check_launch
+    from lit_fsdp.launch.launcher import adopt_step, check_launch, drop_used_port
 
     recipe = load_recipe(argv, verb)
     adopt_step(os.environ)
+    drop_used_port(os.environ)
     check_launch(recipe.run.trainer, os.environ)
     run, values = recipe.run, recipe.values
     if "trainer.strategy" not in run.foreign:

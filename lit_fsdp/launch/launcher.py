@@ -11,6 +11,7 @@ from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 from lit_fsdp.errors import require
+from lit_fsdp.host import can_listen, is_first_process, may_restart, say_once
 
 _SHELLS = ("bash", "interactive")
 """Job names that Lightning treats as a shell, in which it starts processes itself."""
@@ -51,6 +52,20 @@ def adopt_step(environment: MutableMapping[str, str]) -> None:
         environment.setdefault("MASTER_PORT", str(20000 + number % 10000))
 
 
+def drop_used_port(environment: MutableMapping[str, str]) -> None:
+    """Forget the variables of a run in the process that started this one, after :func:`adopt_step`.
+
+    Lightning leaves them, also in a notebook's kernel after ``Trainer.fit``. Their port is then in use, although this
+    process would be the rank that listens there.
+    """
+    is_first = all(environment.get(name, "0") == "0" for name in ("LOCAL_RANK", "NODE_RANK"))
+    is_launched = is_srun(environment) or any(name in environment for name in ("RANK", "WORLD_SIZE"))
+    port = environment.get("MASTER_PORT", "")
+    if is_first and not is_launched and port.isdecimal() and not can_listen(int(port)):
+        for name in ("LOCAL_RANK", *_BY_HAND):
+            environment.pop(name, None)
+
+
 def check_launch(trainer: Mapping[str, Any], environment: Mapping[str, str]) -> None:
     """Compare ``trainer.devices`` and ``num_nodes`` with what torchrun or srun started, after :func:`adopt_step`.
 
@@ -61,10 +76,21 @@ def check_launch(trainer: Mapping[str, Any], environment: Mapping[str, str]) -> 
     launcher, _ = other_launcher(environment)
     if "TORCHELASTIC_RUN_ID" in environment:
         _check_torchrun(devices, nodes, environment)
+        if may_restart() and environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and is_first_process():
+            # delete when the minimum torch restarts ranks: findings/restarted-ranks-connect-to-ended-ones.sh
+            say_once(
+                "torchrun --max-restarts: restarted ranks may connect to ended ones (pytorch#135712); start torchrun "
+                "with the environment variable TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+            )
     elif is_srun(environment):
         _check_srun(devices, nodes, environment)
     elif launcher and not trainer.get("plugins"):
         _check_other(devices, nodes, environment)
+    elif "RANK" in environment and "LOCAL_RANK" not in environment and environment.get("WORLD_SIZE", "1") != "1":
+        given = f"{environment['RANK']} of WORLD_SIZE {environment['WORLD_SIZE']}, without LOCAL_RANK"
+        allowed = "also LOCAL_RANK, as torchrun sets it; otherwise each process trains a run of its own"
+        fix = f"start torchrun --nnodes {nodes} --nproc-per-node {devices or 'GPUS'} in each pod or on each node"
+        require(trainer.get("plugins"), "RANK", given, allowed, f"{fix}, or unset RANK and WORLD_SIZE")
     elif nodes > 1 and not launcher:
         missing = _missing(environment)
         given = f"{nodes}, but no launcher started the processes of the other nodes, and {missing} not set here"

@@ -29,7 +29,6 @@ from lit_fsdp.models.quantize import as_loaded, linear_layers, rounded, whole_la
 from lit_fsdp.models.tokenizers import end_of_turn_id, pad_id, read_tokenizer
 from lit_fsdp.models.weights import headers_of
 
-
 _BY_ITSELF = ("cpmant", "deepseek_v4", "minimax", "recurrent_gemma", "roformer", "xlm")
 """Model types that answer a prompt otherwise if it is padded on the left (transformers 5.24), in spite of its mask.
 

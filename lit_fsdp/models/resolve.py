@@ -49,6 +49,10 @@ def resolve_model(config: ModelConfig, with_weights: bool = True) -> ModelSource
     name: Any = config.name
     require(name is not None, _FIELD, "no value", "a hub name, folder, GGUF file or config", "set model.name")
     hf_config, folder = _find(name, config, with_weights and not config.miniature)
+    given = f"{name}, an encoder-decoder model ({hf_config.model_type}), whose decoder alone would be trained"
+    fix = "train it as your own LightningModule (model.class_path), which fsdp_strategy shards as well"
+    is_whole = not getattr(hf_config, "is_encoder_decoder", False)
+    require(is_whole, _FIELD, given, "a causal language model", fix)
     is_random = isinstance(name, Mapping) or name.endswith(".json")
     if config.config_overrides:
         hf_config = overridden(hf_config, config.config_overrides, not is_random, config.trust_remote_code)

@@ -81,6 +81,7 @@ from lit_fsdp.parallel.units import (
     tied_names,
     units_already_wrapped,
 )
+from lit_fsdp.signals import SIGNAL_FLAGS
 
 _log = logging.getLogger(__name__)
 _LOST_CONTACT = re.compile("lost contact|gloo|NCCL|ProcessGroup|Timed out waiting|TCPStore")
@@ -249,9 +250,11 @@ class EngineStrategy(ForeignParts):
         timer = threading.Timer(QUIET_SECONDS, _log.warning, (text,))
         timer.daemon = True
         timer.start()
+        SIGNAL_FLAGS.meeting = True
         try:
             self._start_process_group()
         finally:
+            SIGNAL_FLAGS.meeting = False
             timer.cancel()
         if threads := threads_of_rank(self.num_processes, self.config.offloads):
             torch.set_num_threads(threads)

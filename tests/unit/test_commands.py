@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,12 @@ def test_who_refuses_a_used_run_folder(tmp_path, monkeypatch):
     save_checkpoint(tmp_path / "used/checkpoints/step-00000001", {}, {}, {"global_step": 1}, "full")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     assert found("last", "new") == Resume(None)  # a requeued job without a checkpoint starts afresh
+    monkeypatch.delenv("SLURM_RESTART_COUNT")
+    for restarts in ("0", "3"):  # of torchrun, whose first start and restarts have the same command
+        monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", restarts)
+        with nullcontext() if restarts != "0" else pytest.raises(CheckpointError, match="no complete checkpoint"):
+            assert found("last", "new") == Resume(None)
+        assert str(found("last", "used").path).endswith("step-00000001")
     for name in ("RANK", "LOCAL_RANK"):
         monkeypatch.setenv(name, "1")
     assert found(None, "used") == Resume(None)

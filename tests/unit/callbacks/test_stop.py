@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -71,8 +72,26 @@ def test_what_a_signal_does_in_each_phase(monkeypatch, capsys):
         case = (attributes, environment, numbers)
         assert (ended, capsys.readouterr().err) == (code, said), case
         assert cleaned == (["children"] if code else []), case
+        assert not any(isinstance(thread, threading.Timer) for thread in threading.enumerate())
         if code is None:
             assert (flags.interrupted, flags.terminated) == (SIGINT in numbers, numbers[0] != SIGINT), case
+
+
+def test_a_signal_while_the_ranks_meet_ends_this_one_unless_they_have_met(flags, monkeypatch):
+    ends: list[int] = []
+    monkeypatch.setattr(signals.os, "_exit", ends.append)
+    monkeypatch.setattr(signals, "_PATIENCE_SECONDS", 0.05)
+    flags.has_peers = True
+    for is_met in (False, True):
+        ends.clear()
+        flags.meeting = True
+        flags.receive(SIGTERM)
+        assert flags.terminated
+        assert not ends
+        flags.meeting = not is_met
+        for thread in [one for one in threading.enumerate() if isinstance(one, threading.Timer)]:
+            thread.join()
+        assert ends == ([] if is_met else [75])
 
 
 class Watch(Callback):

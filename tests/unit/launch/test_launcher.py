@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lit_fsdp.errors import ConfigError
-from lit_fsdp.launch.launcher import adopt_step, check_launch
+from lit_fsdp.launch.launcher import adopt_step, check_launch, drop_used_port
 
 
 def torchrun(local: int, world: int, **more: str) -> dict[str, str]:
@@ -53,6 +54,9 @@ def test_right():
         ({"devices": 1}, {"OMPI_COMM_WORLD_SIZE": "2"}),  # two runs, as in a search over learning rates
         (FOUR, {"OMPI_COMM_WORLD_SIZE": "2", **BY_HAND}),
         (FOUR, {"OMPI_COMM_WORLD_SIZE": "4", "LOCAL_RANK": "1"}),
+        (FOUR, {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", **BY_HAND}),
+        ({"devices": 2}, {"RANK": "0", "WORLD_SIZE": "1"}),
+        ({"devices": 1, "num_nodes": 2, "plugins": "KubeflowEnvironment"}, {"RANK": "0", "WORLD_SIZE": "2"}),
     ):
         adopt_step(environment)
         assert check_launch(trainer, environment) is None  # nothing is raised
@@ -75,6 +79,7 @@ def test_wrong():
         ({"num_nodes": 2}, {"JSM_NAMESPACE_SIZE": "3"}, "trainer.devices", "start 2 processes with jsrun"),
         ({"devices": 2}, {"OMPI_COMM_WORLD_SIZE": "2"}, "command line", "--nproc-per-node 2 on each node, or pip"),
         (FOUR, {"PMI_SIZE": "4", "MASTER_ADDR": "a"}, "command line", "torchrun --nnodes 2 --nproc-per-node 2"),
+        ({"devices": 2}, {"RANK": "0", "WORLD_SIZE": "2"}, "RANK", "start torchrun --nnodes 1 --nproc-per-node 2 in"),
         ({"num_nodes": 2}, {"MASTER_ADDR": "a", "NODE_RANK": "0"}, "trainer.num_nodes", "on each node"),
         ({"num_nodes": 2}, step("2,1"), "SLURM_STEP_TASKS_PER_NODE", "--ntasks-per-node=1"),
         (FOUR, step("2(x2)", SLURM_DISTRIBUTION="cyclic:block"), "SLURM_DISTRIBUTION", "--distribution=block"),
@@ -84,6 +89,23 @@ def test_wrong():
             check_launch(trainer, environment)
         assert caught.value.field == field
         assert fix in caught.value.fix
+
+
+def test_what_an_earlier_run_of_the_parent_left_is_forgotten():
+    """Its port is in use; a port that is free was chosen by the user."""
+    with socket.socket() as other:
+        other.bind(("", 0))
+        other.listen()
+        taken = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(other.getsockname()[1])}
+        left = {"LOCAL_RANK": "0", "NODE_RANK": "0", **taken}
+        ranks = ({"RANK": "0"}, {"WORLD_SIZE": "2"}, {"LOCAL_RANK": "1"}, {"NODE_RANK": "1"}, {"SLURM_NTASKS": "4"})
+        for environment, is_forgotten in ((left, True), (taken, True), *((left | rank, False) for rank in ranks)):
+            kept = dict(environment)
+            drop_used_port(kept)
+            assert kept == ({} if is_forgotten else environment)
+    kept = dict(left)
+    drop_used_port(kept)
+    assert kept == left
 
 
 def test_mpirun_with_mpi4py_starts_one_process_per_device(monkeypatch: pytest.MonkeyPatch):

@@ -98,6 +98,7 @@ def test_names_that_cannot_be_used(tmp_path, saved, tiny, no_hub):
     (folder / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "gptq"}}))
     for name, said, options in (
         (None, "got no value", {}),
+        ({"model_type": "bart"}, r"an encoder-decoder model \(bart\), whose decoder alone", {}),
         ({"model_type": "lama"}, "Unrecognized model identifier: lama", {}),
         (tmp_path / "empty", r"config\.json[\s\S]*export it first", {}),
         (tmp_path / "bare", f"for random init name {tmp_path / 'bare' / 'config.json'}", {}),
