@@ -1,5 +1,6 @@
 """Entry point of ``lit-fsdp`` and ``python -m lit_fsdp``."""
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -17,6 +18,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     printed without a traceback, and secrets of the environment and of the recipe are never printed.
     """
     words = list(sys.argv[1:] if argv is None else argv)
+    if os.environ.get("MPLBACKEND", "").startswith("module://"):  # of a notebook's kernel, in its environment only
+        del os.environ["MPLBACKEND"]
 
     def act() -> int:
         try:

@@ -113,9 +113,9 @@ class CausalLMDataModule(LightningDataModule):
 
     def prepare_data(self) -> None:
         """Run :meth:`prepare` in one process per node; :meth:`setup` raises errors, as others wait at a barrier."""
-        assert self.trainer is not None
+        trainer = self._trainer()
         try:
-            self.prepare(STAGES[str(self.trainer.state.fn.value)] if self.trainer.state.fn else ())
+            self.prepare(STAGES[str(trainer.state.fn.value)] if trainer.state.fn else ())
         except Exception as error:
             self._refused = error
 
@@ -326,7 +326,9 @@ class CausalLMDataModule(LightningDataModule):
         return int(next(seed for seed in seeds if seed is not None))
 
     def _trainer(self) -> Any:
-        assert self.trainer is not None, "the loaders belong to a Trainer"
+        allowed = "a Trainer, which knows the ranks and their batches"
+        fix = "call trainer.fit(module, datamodule); to see rows and their tokens: lit-fsdp data inspect"
+        require(self.trainer is not None, type(self).__name__, "no Trainer", allowed, fix)
         return self.trainer
 
     def _encoder(self) -> RowEncoder:

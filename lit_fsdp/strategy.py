@@ -35,6 +35,9 @@ def fsdp_strategy(*names: Any, **kwargs: Any) -> Strategy:  # noqa: D417 (names 
         ConfigError: An invalid value, or conflicting values.
     """
     refuse_positional("fsdp_strategy", StrategyConfig, names)
+    wrap = kwargs.get("wrap")
+    if isinstance(wrap, (set, list, tuple)):  # classes, as Lightning's auto_wrap_policy takes them
+        kwargs["wrap"] = [one.__name__ if isinstance(one, type) else one for one in wrap]
     config = build(StrategyConfig, kwargs, "fsdp_strategy")
     return _ENGINES.get(config.engine, ReplicatedStrategy)(config)
 

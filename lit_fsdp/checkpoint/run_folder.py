@@ -164,6 +164,8 @@ def named_checkpoint(path: Path) -> Path:
         CheckpointError: The run has no checkpoint, or none of that step.
     """
     run, word = (path, "last") if (path / FOLDER).is_dir() else (path.parent, path.name)
+    if (run / FOLDER).is_dir() and (match := STEP_NAME.fullmatch(word)):
+        word = str(int(match[1]))
     is_word = word in ("last", "best") or word.isdecimal()
     if run == Path() and is_word and not path.exists() and not Path(FOLDER).is_dir():
         runs = [one.parent for one in Path("runs").glob(f"*/{FOLDER}") if (one.parent / "recipe.yaml").is_file()]

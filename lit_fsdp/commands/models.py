@@ -92,7 +92,7 @@ def run_generate(argv: Sequence[str]) -> int:
     text = "continue the prompt as plain text, without chat template, as for rows of plain prompts and completions"
     parser.add_argument("--raw", action="store_true", help=text)
     parser.add_argument("--max_new_tokens", type=int, default=256, help="maximum answer length in tokens (default 256)")
-    text = "sample with this temperature, > 0; default: greedy, the likeliest token each time"
+    text = "sample with this temperature; default: 0, greedy, the likeliest token each time"
     parser.add_argument("--temperature", type=float, help=text)
     text = "with --temperature: sample from the likeliest tokens that together have this probability (default 1)"
     parser.add_argument("--top_p", type=float, help=text)

@@ -1,5 +1,6 @@
 """The model section: the model, its adapters, the loss, and the optimizer."""
 
+import difflib
 import math
 import re
 from dataclasses import dataclass
@@ -99,6 +100,7 @@ class LossConfig:
         require(fits, "chunk_tokens", f"{chunk} with backend {backend}", ">= 1, with backend: chunked")
 
 
+_ALL_OF_A_KIND = ("all-linear", "attention-only")
 _OF_PEFT = ("r", "target_modules", "use_dora", "use_rslora", "modules_to_save")  # same names in peft
 
 
@@ -138,6 +140,9 @@ class LoraConfig:
         if isinstance(self.target_modules, str):
             given, is_list = self.target_modules, re.fullmatch(r"[\w.\s]*,[\w.,\s]*", self.target_modules)
             require(not is_list, "target_modules", given, "a list or a regular expression", f"write [{given}]")
+            near = difflib.get_close_matches(given, _ALL_OF_A_KIND, n=1, cutoff=0.8) or [given]
+            allowed = f"{', '.join(_ALL_OF_A_KIND)}, names, or a regular expression"
+            require(given in (near[0], *_ALL_OF_A_KIND), "target_modules", given, allowed, f"write {near[0]}")
             try:
                 re.compile(self.target_modules)
             except re.error as error:

@@ -20,6 +20,7 @@ from lit_fsdp.config.words import (
     ELSEWHERE,
     MEANINGS,
     NOT_A_FLAG,
+    OTHER_SCHEDULES,
     ROWS_FILES,
     TYPO,
     UNKNOWN_KEY,
@@ -119,6 +120,7 @@ def _unknown_key(name: str, key: str, message: str, every: set[str]) -> ConfigEr
     typo = "" if near or full.startswith(_LISTS) else fix_of_typo(wanted_key)
     fix = f"write {near}" if near else typo or "remove it"
     fix = ELSEWHERE.get(wanted_key.rpartition(".")[2].replace("-", "_"), fix) if not is_known else fix
+    fix = OTHER_SCHEDULES if full.startswith("lr_scheduler.") else fix  # as LightningCLI names it
     is_word = f": {name}" in message  # not a flag
     ships, alike = shipped_file(name, ".yaml") if is_word else (None, [])
     alike = [one for one in alike if one.lower().startswith(name.lower())]
@@ -128,6 +130,9 @@ def _unknown_key(name: str, key: str, message: str, every: set[str]) -> ConfigEr
         fix = f"write {section_fix('data' if name.endswith(ROWS_FILES) else 'model', name)}"
     if full.startswith("model.preference") and "model.preference" not in every:
         fix = f"set model.class_path: {PREFERENCE}"
+    plural = f"{wanted_key}s"
+    if plural in beside and "." not in plural and not any(one.startswith(f"{plural}.") for one in every):
+        fix = f"write --{plural} NUMBER"  # a flag of the verb, such as --ranks
     names = ", ".join(one.rpartition(".")[2] for one in beside)
     return ConfigError(full, UNKNOWN_KEY, f"one of {names}", fix)
 
@@ -167,6 +172,8 @@ def _wrong_value(key: str, message: str) -> ConfigError:
     close = same or (mixed if mixed in words else _nearest(value[1].lower(), words, least=0.6))
     allowed = " | ".join(dict.fromkeys(shown))
     given, fix = _as_yaml(value[1]), f"write {key}: {close}" if close else ""
+    if key == "model.optim.schedule" and re.search("[.A-Z]", given):  # a class
+        fix = OTHER_SCHEDULES
     if given == "null" and "null" in shown and key != "data.columns":  # text
         given, fix = "None", f"write {key}: null"
     elif "a whole number" in shown and given.strip("'").isdecimal():

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import inspect
 import itertools
+import os
 import textwrap
 import types
 import typing
@@ -18,6 +19,13 @@ from lit_fsdp.config.parser_errors import translated
 from lit_fsdp.config.yaml_files import use_loader
 from lit_fsdp.errors import ConfigError, require
 
+_INSTEAD = {
+    "datasets": "write the rows to a file, as data_set.to_json('rows.jsonl') does, and name that file",
+    "peft": "write lora={'r': 8, 'alpha': 16}",
+    "transformers": "name the folder or the hub repository of the model",
+}
+"""By package of an object, what to write instead of it."""
+_ROWS = ("data.train", "data.val", "data.test", "data.predict")
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -29,9 +37,24 @@ def build(cls: type[T], values: Mapping[str, Any], path: str) -> T:
         ConfigError: An unknown key, an invalid value, or a violated rule of ``cls``; the path starts with ``path``.
     """
     use_loader()
+    values = {name: _as_recipe(value, f"{path}.{name}") for name, value in values.items()}
     parser = _section_parser(typing.cast(Any, cls), path)
     nested = functools.reduce(lambda inner, name: {name: inner}, reversed(path.split(".")), plain(values))
     return typed(cls, translated(parser, lambda: parser.parse_object(nested))[path], path)
+
+
+def _as_recipe(value: Any, path: str) -> Any:
+    """A path as text; other objects of a Python caller, for which recipes have other words, are refused."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    package = type(value).__module__.partition(".")[0]
+    fix = _INSTEAD.get(package, "")
+    is_rows = isinstance(value, list) and value and isinstance(value[0], dict) and path in _ROWS
+    if is_rows and not any("source" in one for one in value):
+        package, fix = "datasets", _INSTEAD["datasets"]
+    given = "rows" if is_rows else f"an object of {type(value).__name__}"
+    require(package not in _INSTEAD, path, given, "text, numbers, lists and mappings, as in a recipe", fix)
+    return value
 
 
 @functools.cache  # building takes longer than parsing, and a search builds a strategy for each candidate

@@ -164,6 +164,8 @@ ELSEWHERE = {
 """Fixes for keys of other trainers that no single key of a recipe replaces."""
 HERE, VERBS = ({word: ours for ours, words in table.items() for word in words.split()} for table in (_KEYS, _VERBS))
 """Maps a key or verb of another trainer to ours, which may be followed by a value or a flag."""
+OTHER_SCHEDULES = "write model.optim.schedule: linear; for others override configure_optimizers of CausalLMModule"
+"""The fix for a schedule that is a class."""
 _SECTIONS = {"model": "--model.name VALUE", "data": "--data.train VALUE", "model.lora": "model.lora: {}",
              "resume": "--ckpt_path last", "model.optim": "--model.optim.class_path torch.optim.AdamW"}  # fmt: skip
 ROWS_FILES = (".jsonl", ".json", ".csv", ".tsv", ".txt", ".parquet", ".arrow", ".gz")

@@ -108,7 +108,8 @@ def _check_torchrun(devices: int | None, nodes: int, environment: Mapping[str, s
     require(tasks in (1, agents), "command line", given, allowed, "srun lit-fsdp fit ... without torchrun")
     fix = _TORCHRUN.format(nodes=nodes, devices=devices or local)
     given = f"{devices} under torchrun, which started {local} processes on this node"
-    require(devices in (None, local), "trainer.devices", given, f"{local}", f"set trainer.devices: {local}, or {fix}")
+    both = f"set trainer.devices: {local}" + (f" and trainer.num_nodes: {agents}" if nodes != agents else "")
+    require(devices in (None, local), "trainer.devices", given, f"{local}", f"{both}, or {fix}")
     given = f"{nodes} under torchrun with {world} processes, {local} on each node"
     require(nodes == agents, "trainer.num_nodes", given, f"{agents}", f"set trainer.num_nodes: {agents}, or {fix}")
 

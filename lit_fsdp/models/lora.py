@@ -206,8 +206,10 @@ def _by_pattern(model: PreTrainedModel, chosen: str, layers: str) -> tuple[list[
     """``target_modules`` and ``target_parameters`` whose full names match the pattern."""
     fused = fused_experts(model)
     parameters = [name for name in fused if re.fullmatch(chosen, name)]
-    found = [name for name, _ in model.named_modules() if re.fullmatch(chosen, name)]
-    given, fix = f"{chosen!r}, which matches no full name", f"write [{chosen}], or '.*{chosen}'"
+    names = [name for name, _ in model.named_modules()]
+    found = [name for name in names if re.fullmatch(chosen, name)]
+    given, is_end = f"{chosen!r}, which matches no full name", any(name.endswith(f".{chosen}") for name in names)
+    fix = f"write [{chosen}], or '.*{chosen}'" if is_end else ""
     require(found or parameters, f"{_PATH}.target_modules", given, f"names such as {_linears(model)[0]}", fix)
     _check_names(model, "target_modules", found, layers)
     return found if fused or not found else chosen, parameters  # in mixtures peft extends a pattern to all layers

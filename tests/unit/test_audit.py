@@ -72,6 +72,7 @@ def test_what_cannot_be_is_refused(capsys):
     for words, said in (
         (["--ranks", "0"], "--nodes: got 1 for 0 ranks"),
         (["--nodes", "2"], "--nodes: got 2 without --ranks"),
+        (["--rank", "8"], "write --ranks NUMBER"),  # not the rank of adapters
         ([f"--{_ARGS}.wrap", "[NoSuchBlock]"], "NoSuchBlock"),
         ([f"--{_ARGS}.context_parallel", "0"], f"{_ARGS}.context_parallel: got 0\n"),
         ([f"--{_ARGS}.context_parallel={{degree: 0}}"], f"{_ARGS}.context_parallel.degree: got 0\n"),

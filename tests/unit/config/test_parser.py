@@ -8,10 +8,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import yaml
+from datasets import Dataset
 from lightning.pytorch import LightningModule
 from lightning.pytorch.demos.boring_classes import BoringModel
+from transformers import GPT2Config
 
 import lit_fsdp
 from lit_fsdp import CausalLMDataModule, CausalLMModule, fsdp_strategy
@@ -517,3 +520,35 @@ def test_a_share_of_the_steps_warms_up():
         OptimConfig(warmup_ratio=0.1, warmup_steps=5)
     with pytest.raises(ConfigError, match="0 to 1"):
         OptimConfig(warmup_ratio=3)
+
+
+def test_objects_of_python_are_taken_or_refused_with_the_words_of_a_recipe(tmp_path: Path):
+    rows = [{"messages": []}]
+    for cls, values, field, fix in (
+        (DataConfig, {"train": Dataset.from_list(rows)}, "data.train", "to_json('rows.jsonl')"),
+        (DataConfig, {"val": rows}, "data.val", "to_json('rows.jsonl')"),
+        (ModelConfig, {"name": "x", "lora": peft.LoraConfig()}, "model.lora", "lora={'r': 8, 'alpha': 16}"),
+        (ModelConfig, {"name": GPT2Config()}, "model.name", "name the folder or the hub repository"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            build(cls, values, field.split(".")[0])
+        assert caught.value.field == field
+        assert fix in caught.value.fix
+    assert build(ModelConfig, {"name": tmp_path}, "model").name == str(tmp_path)
+    sources = [{"source": "a.jsonl"}, {"source": "b.jsonl"}]
+    assert [one.source for one in build(DataConfig, {"train": sources}, "data").train] == ["a.jsonl", "b.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("words", "fix"),
+    [
+        (["--lr_scheduler.class_path", "torch.optim.lr_scheduler.StepLR"], "override configure_optimizers"),
+        (["--model.optim.schedule", "torch.optim.lr_scheduler.StepLR"], "override configure_optimizers"),
+        (["--model.lora.target_modules", "all-liner"], "all-linear"),
+        (["--model.lora.target_modules", "attention_only"], "attention-only"),
+    ],
+)
+def test_schedules_that_are_classes_and_misspelled_words(words: list[str], fix: str):
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(["--model.name", "x", "--data.train", "x.jsonl", *words], "fit")
+    assert fix in caught.value.fix

@@ -67,6 +67,7 @@ def test_wrong():
         ({"devices": 8}, torchrun(4, 4), "trainer.devices", "devices: 4, or start torchrun --nnodes 1 --nproc-per-"),
         ({"devices": 8}, torchrun(4, 4), "trainer.devices", "exec torchrun, and #SBATCH --signal=B:TERM@120"),
         ({"devices": 4}, torchrun(4, 8), "trainer.num_nodes", "num_nodes: 2"),
+        ({"devices": 8}, torchrun(1, 2), "trainer.devices", "set trainer.devices: 1 and trainer.num_nodes: 2, or"),
         ({"devices": 4, "num_nodes": 3}, torchrun(4, 8), "trainer.num_nodes", "--nnodes 3"),
         ({"devices": 2}, torchrun(2, 2, SLURM_STEP_NUM_TASKS="2"), "command line", "without torchrun"),
         ({"devices": 2}, step("2(x2)"), "trainer.num_nodes", "num_nodes: 2"),
