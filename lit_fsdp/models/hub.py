@@ -51,9 +51,10 @@ def fetch(
             given = f"{name}, which {'is neither a GGUF file nor a config .json' if is_there else 'does not exist'}"
             fix = f"check the path, which is relative to {Path.cwd()}, or the name"
             raise ConfigError(field, given, allowed, "name its folder" if is_there else fix) from None
+        reason = redact(" ".join(str(error).split()))[:300]
         raise ConfigError(
             field,
-            f"{name}, which could not be fetched ({redact(' '.join(str(error).split()))[:300]})",
+            f"{name}, which is no folder in {Path.cwd()} and could not be fetched ({reason})",
             "a folder, GGUF file or config .json that exists, or a repository that can be reached or is in the cache",
             "for a gated model, accept its terms on the hub, then run hf auth login; without a network, run"
             f" lit-fsdp model prepare --name {name} on a machine with network and the same HF_HOME, or set model.name"
