@@ -86,7 +86,9 @@ class RunRecord(Callback):
             if pending.is_file():
                 pending.replace(pending.with_name("recipe.yaml"))
             folder = getattr(trainer.strategy, "loaded_checkpoint", None)  # a third-party strategy has none
-            where = f": {folder}" if folder else ""
+            where, root = f": {folder}" if folder else "", Path(trainer.default_root_dir)
+            if folder and root.resolve() not in Path(folder).resolve().parents:
+                where += f"; this run writes to {root}"
             print(f"resumed from step {checkpoint['global_step']}{where}", file=sys.stderr)
             self._changed = tuple(_changes(trainer))
             for line in self._changed:

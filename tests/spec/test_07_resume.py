@@ -17,10 +17,13 @@ def test_bit_for_bit(reference: Path, stopped: Path) -> None:
     assert logged(stopped, "val_loss") == logged(reference, "val_loss")
 
 
-def test_on_four_processes_by_the_other_engine(reference: Path, stopped: Path) -> None:
-    fit(stopped, "--ckpt_path", "last", "--trainer.devices", "4", f"{FACTORY}.engine", "fsdp1", ranks=4)
-    ours, wanted = ({step: float(loss) for step, loss in logged(run).items()} for run in (stopped, reference))
-    assert ours == pytest.approx(wanted, rel=1e-5)
+def test_on_four_processes_by_the_other_engine(reference: Path, stopped: Path, tmp_path: Path) -> None:
+    """From there on in a run folder of its own."""
+    fork, words = tmp_path / "fork", ("--trainer.devices", "4", f"{FACTORY}.engine", "fsdp1")
+    said = fit(fork, "--ckpt_path", str(stopped / "checkpoints" / "step-00000002"), *words, ranks=4)
+    assert f"resumed from step 2: {stopped}/checkpoints/step-00000002; this run writes to {fork}" in said
+    ours, wanted = ({step: float(loss) for step, loss in logged(run).items()} for run in (fork, reference))
+    assert ours == pytest.approx({step: wanted[step] for step in wanted if int(step) > 2}, rel=1e-5)
 
 
 def test_a_used_run_folder_is_not_overwritten(stopped: Path) -> None:
