@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
+from packaging.version import Version
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -13,8 +15,10 @@ from lit_fsdp.models.attention import by_sample
 from lit_fsdp.models.miniature import shrink
 from lit_fsdp.models.tokenizers import miniature_tokenizer
 
-FAMILIES = tuple(name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name != "hrm_text")
-"""All but one, whose weights share storage in a way that safetensors refuses."""
+_NOT = ["hrm_text"] + ["recurrent_gemma"] * (Version(transformers.__version__) < Version("5.24"))
+FAMILIES = tuple(name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name not in _NOT)
+"""All but one, whose weights share storage in a way that safetensors refuses, and one that older releases (seen: 5.3)
+leave without rotary frequencies."""
 _UNLIKE = "llama gemma2 gpt_oss gemma4_text openai-gpt modernbert-decoder diffllama recurrent_gemma bamba nemotron_h"
 FEW = tuple(name for name in f"{_UNLIKE} qwen3_next deepseek_v3 bloom".split() if name in FAMILIES)
 """Each of these, as far as the release has them, is unlike the others in its initial values, ties, or attention."""
