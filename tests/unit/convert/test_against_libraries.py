@@ -11,6 +11,7 @@ import yaml
 from transformers import CONFIG_MAPPING
 
 from lit_fsdp.convert import convert_file
+from lit_fsdp.host import free_port
 from tests.unit.convert.inputs import convert, strategy
 
 CASES: dict[str, dict[str, Any]] = {
@@ -91,13 +92,13 @@ def _resolved(plugin: Any) -> dict[str, Any]:
 
 @pytest.mark.filterwarnings("ignore::UserWarning:accelerate")
 def test_the_plugin_decides_what_the_recipe_says(tmp_path: Path) -> None:
-    file = tmp_path / "accelerate.yaml"
+    file, port = tmp_path / "accelerate.yaml", free_port()
     dtypes = {"fp32": None, "mixed": "bf16", "fp16_mixed": "fp16"}
     for name, config in CASES.items():
         for mixed_precision in ("no", "bf16", "fp16") if name == "defaults" else ("bf16",):
             whole = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "FSDP", "num_processes": 8,
                      "num_machines": 2 if "hybrid" in name else 1, "machine_rank": 0, "main_process_ip": "127.0.0.1",
-                     "main_process_port": 29500, "mixed_precision": mixed_precision, "fsdp_config": config}  # fmt: skip
+                     "main_process_port": port, "mixed_precision": mixed_precision, "fsdp_config": config}  # fmt: skip
             file.write_text(yaml.safe_dump(whole))
             with pytest.MonkeyPatch.context() as patch:
                 theirs = _resolved(_plugin(file, mixed_precision, patch))
