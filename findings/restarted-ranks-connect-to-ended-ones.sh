@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # torch 2.15.0 (CPU, gloo); run on 2026-12-01.
 #
-# `torchrun --max-restarts 1` starts all ranks again after one of them was killed, but about half of the restarted runs
-# fail before their first collective: "Gloo connectFullMesh failed with … Connection refused". The restarted ranks use
-# the store of torchrun, which still has the addresses of the ranks that have ended, under the same keys. A rank that
-# reads a key before the other one has replaced it connects to a port on which nobody listens. Which rank is first is a
-# matter of luck. torch used to prefix the keys with the number of restarts. That prefix was removed, with the comment
-# that each restart has a new store, which is not so with the rendezvous of `--standalone`.
+# After a rank was killed, the command `torchrun --max-restarts 1` starts all ranks again, but about half of the
+# restarted runs fail before their first collective: "Gloo connectFullMesh failed with … Connection refused". The
+# restarted ranks use the store of torchrun, which still has the addresses of the ranks that have ended, under the same
+# keys. A rank that reads a key before the other one has replaced it connects to a port on which nobody listens. Which
+# rank is first is a matter of luck. torch used to prefix the keys with the number of restarts. That prefix was removed,
+# with the comment that each restart has a new store, but a c10d rendezvous keeps its store.
 #
 # With TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment of torchrun, rank 0 opens a store of its own after each
 # restart, and all runs finish. https://github.com/pytorch/pytorch/issues/135712 describes the same with NCCL.

@@ -378,7 +378,8 @@ class RecipeCLI(LightningCLI):
                 kind = "gpu" if is_accelerator(self.trainer.strategy.root_device) else "cpu"
                 error.add_note(advice(self._declared, folder / "recipe.yaml", kind, self.line.allow_imports))
             is_refusal = isinstance(error, _REFUSALS) and not isinstance(error, ConfigError) and _is_lightnings(error)
-            if self.trainer.global_step and not isinstance(error, MisconfigurationException):
+            before = (self.resume.manifest.global_step or 0) if self.resume.manifest else 0
+            if self.trainer.global_step > before and not isinstance(error, MisconfigurationException):
                 is_refusal = False  # the recipe has worked for some steps
             if is_refusal or str(error).startswith("Early stopping conditioned on metric"):
                 raise RefusedByLightning(error) from error
@@ -569,7 +570,9 @@ def _is_lightnings(error: BaseException) -> bool:
     """Whether Lightning itself raised the error, neither called by the user's code nor calling other code."""
     if isinstance(error, MisconfigurationException):
         return True
-    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    frames = traceback.extract_tb(error.__traceback__)
+    starts = [index for index, frame in enumerate(frames) if frame.name == "_call_and_handle_interrupt"]
+    files = [frame.filename for frame in frames[max(starts, default=0) :]]  # a user's fit() may call the Trainer
     folder = Path(lightning.__file__).parent
     if not files or not files[-1].startswith(str(folder)):
         return False

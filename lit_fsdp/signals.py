@@ -7,8 +7,8 @@ other forever (https://github.com/Lightning-AI/pytorch-lightning/issues/21406).
 phase of ``fit``                     SIGTERM, SIGUSR1              SIGINT (Ctrl-C)
 ===================================  ============================  =========================================
 before any other rank may wait       ends at once, 75              ends at once, 130
-while the ranks meet                 ends after 5 s unless they    ends at once, 130
-                                     have met by then, 75
+before and while the ranks meet      ends 5 s after they begin to  ends at once, 130
+                                     meet if they have not met, 75
 until the first batch                all ranks agree before it,    ends at once, 130
                                      nothing is saved, 75
 training                             all ranks agree after the     the same, 130; a third one ends at once
@@ -26,12 +26,13 @@ writes the Python stack of each thread to standard error.
 """
 
 import atexit
+import contextlib
 import faulthandler
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from lit_fsdp.host import global_rank, is_first_process, is_launched_by_lightning, tell_job
 
@@ -53,8 +54,8 @@ class SignalFlags:
         self.has_peers = any(name in os.environ for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID"))
         """Whether other ranks exist that would wait for this one."""
         self.can_save = can_save
-        self.meeting = False
-        """Whether this rank waits for the others, with which it cannot agree yet."""
+        self._is_meeting = False
+        self._timer: threading.Timer | None = None
         self.before_exit: Callable[[], object] = lambda: None
         """Called before the process ends at once."""
         self.failed: int | None = None
@@ -95,14 +96,29 @@ class SignalFlags:
             self.interrupted = True
         elif self.can_save and (self.training or self.has_peers):
             self.terminated = True
-            if self.meeting:
-                threading.Timer(_PATIENCE_SECONDS, self._end_alone).start()
+            if self._is_meeting:
+                self._end_soon()
         else:
             self._end(_NOTHING_YET, EXIT_STOPPED)
 
-    def _end_alone(self) -> None:
-        if self.meeting:
-            self._end(_NOTHING_YET, EXIT_STOPPED)
+    @contextlib.contextmanager
+    def meeting(self) -> Iterator[None]:
+        """While this rank waits for the others, with which it cannot agree yet, a signal ends it after five seconds."""
+        self._is_meeting = True
+        if self.terminated:
+            self._end_soon()
+        try:
+            yield
+        finally:
+            self._is_meeting = False
+            if self._timer is not None:
+                self._timer.cancel()
+
+    def _end_soon(self) -> None:
+        if self._timer is None:
+            self._timer = threading.Timer(_PATIENCE_SECONDS, self._end, (_NOTHING_YET, EXIT_STOPPED))
+            self._timer.daemon = True
+            self._timer.start()
 
     def _end(self, text: str, code: int) -> None:
         if self.failed is not None:  # Lightning ends the first rank when another one has failed with the same error

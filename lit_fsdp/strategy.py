@@ -35,11 +35,19 @@ def fsdp_strategy(*names: Any, **kwargs: Any) -> Strategy:  # noqa: D417 (names 
         ConfigError: An invalid value, or conflicting values.
     """
     refuse_positional("fsdp_strategy", StrategyConfig, names)
-    wrap = kwargs.get("wrap")
-    if isinstance(wrap, (set, list, tuple)):  # classes, as Lightning's auto_wrap_policy takes them
-        kwargs["wrap"] = [one.__name__ if isinstance(one, type) else one for one in wrap]
+    kwargs = {name: _named(value) if name == "wrap" else value for name, value in kwargs.items()}
     config = build(StrategyConfig, kwargs, "fsdp_strategy")
     return _ENGINES.get(config.engine, ReplicatedStrategy)(config)
+
+
+def _named(wrap: Any) -> Any:
+    """Names in place of classes, which Lightning's ``auto_wrap_policy`` takes as a set."""
+    if isinstance(wrap, type):
+        return [wrap.__name__]
+    if isinstance(wrap, dict):
+        return {name: _named(value) for name, value in wrap.items()}
+    is_list = isinstance(wrap, (set, frozenset, list, tuple))
+    return [one.__name__ if isinstance(one, type) else one for one in wrap] if is_list else wrap
 
 
 def _read_folders_too(read: Callable[..., Any]) -> Callable[..., Any]:

@@ -129,8 +129,10 @@ def read_manifest(folder: Path | str) -> Manifest:
     folder = Path(folder)
     if not os.path.lexists(folder / MANIFEST):
         missing = f"{folder} does not exist; see lit-fsdp ckpt ls RUN for the checkpoints of a run"
-        if (folder / "recipe.yaml").is_file():
-            raise CheckpointError(f"{folder}: a run without a checkpoint")
+        if (folder / "run.lock").exists():  # a run folder
+            has = (folder / "checkpoints").is_dir()
+            what = f"a run folder; name one of {folder / 'checkpoints'}" if has else "a run without a checkpoint"
+            raise CheckpointError(f"{folder}: {what}")
         raise CheckpointError(f"{folder / MANIFEST}: {NOT_ONE}" if folder.exists() else missing)
     path = inside(folder, MANIFEST)
     with naming(path):

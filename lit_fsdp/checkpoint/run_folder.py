@@ -218,7 +218,7 @@ def find_resume(verb: str, word: str | None, run_folder: Path, config: Checkpoin
     """Resolve ``ckpt_path`` before ranks connect; for loading, the result of rank 0 applies.
 
     Without a ``word`` (see :func:`choose`), ``fit`` raises ConfigError for a run folder with checkpoints. With ``last``
-    but without checkpoints, a requeued job, and ranks that torchrun may restart, start from scratch.
+    but without checkpoints, ``fit`` starts from scratch in a requeued job and where torchrun may restart the ranks.
     """
     there = survey(run_folder / FOLDER)
     if not word:
@@ -228,7 +228,11 @@ def find_resume(verb: str, word: str | None, run_folder: Path, config: Checkpoin
             text = "uses the weights of model.name, although the run folder has checkpoints; for the last one, add"
             say_once(f"{verb} {text} --ckpt_path last")
         return Resume(None)
-    if word == "last" and (is_requeued() or may_restart()) and not there:
+    if word == "last" and is_requeued() and not there:
+        return Resume(None)
+    if word == "last" and verb == "fit" and may_restart() and not there:
+        if is_first_process():
+            say_once(f"{run_folder} has no checkpoint: training starts from scratch, as torchrun may restart the ranks")
         return Resume(None)
     path, *others = choose(word, run_folder, config.monitor, config.mode, fallback)
     return Resume(str(path), others if fallback else (), read_manifest(path))

@@ -140,9 +140,10 @@ class LoraConfig:
         if isinstance(self.target_modules, str):
             given, is_list = self.target_modules, re.fullmatch(r"[\w.\s]*,[\w.,\s]*", self.target_modules)
             require(not is_list, "target_modules", given, "a list or a regular expression", f"write [{given}]")
-            near = difflib.get_close_matches(given, _ALL_OF_A_KIND, n=1, cutoff=0.8) or [given]
+            near = [] if given in _ALL_OF_A_KIND else difflib.get_close_matches(given, _ALL_OF_A_KIND, 1, 0.8)
             allowed = f"{', '.join(_ALL_OF_A_KIND)}, names, or a regular expression"
-            require(given in (near[0], *_ALL_OF_A_KIND), "target_modules", given, allowed, f"write {near[0]}")
+            is_typo = bool(near) and re.fullmatch(r"[\w-]+", given) is not None
+            require(not is_typo, "target_modules", given, allowed, f"write {''.join(near)}")
             try:
                 re.compile(self.target_modules)
             except re.error as error:

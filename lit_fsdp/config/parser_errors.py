@@ -172,7 +172,7 @@ def _wrong_value(key: str, message: str) -> ConfigError:
     close = same or (mixed if mixed in words else _nearest(value[1].lower(), words, least=0.6))
     allowed = " | ".join(dict.fromkeys(shown))
     given, fix = _as_yaml(value[1]), f"write {key}: {close}" if close else ""
-    if key == "model.optim.schedule" and re.search("[.A-Z]", given):  # a class
+    if key == "model.optim.schedule" and not close and re.search(r"[A-Z]|\.[a-z]", given):  # a class
         fix = OTHER_SCHEDULES
     if given == "null" and "null" in shown and key != "data.columns":  # text
         given, fix = "None", f"write {key}: null"

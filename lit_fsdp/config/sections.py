@@ -25,7 +25,9 @@ _INSTEAD = {
     "transformers": "name the folder or the hub repository of the model",
 }
 """By package of an object, what to write instead of it."""
-_ROWS = ("data.train", "data.val", "data.test", "data.predict")
+_DATA = ("data.train", "data.val", "data.test", "data.predict")
+_COLUMNS = {"messages", "conversations", "prompt", "instruction", "text", "chosen"}
+"""Columns that rows have and sources of rows do not."""
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -44,17 +46,22 @@ def build(cls: type[T], values: Mapping[str, Any], path: str) -> T:
 
 
 def _as_recipe(value: Any, path: str) -> Any:
-    """A path as text; other objects of a Python caller, for which recipes have other words, are refused."""
+    """Paths as text, also in lists and mappings; objects for which recipes have other words are refused."""
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     package = type(value).__module__.partition(".")[0]
-    fix = _INSTEAD.get(package, "")
-    is_rows = isinstance(value, list) and value and isinstance(value[0], dict) and path in _ROWS
-    if is_rows and not any("source" in one for one in value):
-        package, fix = "datasets", _INSTEAD["datasets"]
-    given = "rows" if is_rows else f"an object of {type(value).__name__}"
-    require(package not in _INSTEAD, path, given, "text, numbers, lists and mappings, as in a recipe", fix)
-    return value
+    given, fix = f"an object of {type(value).__name__}", _INSTEAD.get(package, "")
+    if isinstance(value, (list, tuple)) and path in _DATA and any(_is_row(one) for one in value):
+        given, fix = "rows", _INSTEAD["datasets"]
+    is_word = isinstance(value, str)  # such as datasets.Split
+    require(not fix or is_word, path, given, "text, numbers, lists and mappings, as in a recipe", fix)
+    if isinstance(value, (list, tuple)):
+        return [_as_recipe(one, path) for one in value]
+    return {key: _as_recipe(one, f"{path}.{key}") for key, one in value.items()} if isinstance(value, dict) else value
+
+
+def _is_row(value: Any) -> bool:
+    return isinstance(value, Mapping) and not _COLUMNS.isdisjoint(value)
 
 
 @functools.cache  # building takes longer than parsing, and a search builds a strategy for each candidate

@@ -55,13 +55,14 @@ def adopt_step(environment: MutableMapping[str, str]) -> None:
 def drop_used_port(environment: MutableMapping[str, str]) -> None:
     """Forget the variables of a run in the process that started this one, after :func:`adopt_step`.
 
-    Lightning leaves them, also in a notebook's kernel after ``Trainer.fit``. Their port is then in use, although this
-    process would be the rank that listens there.
+    Lightning leaves ``MASTER_ADDR`` and ``MASTER_PORT``, or these with both ranks as 0, also in a notebook's kernel
+    after ``Trainer.fit``. Their port is then in use, although this process would be the rank that listens there.
     """
-    is_first = all(environment.get(name, "0") == "0" for name in ("LOCAL_RANK", "NODE_RANK"))
+    ranks = [environment.get(name) for name in ("LOCAL_RANK", "NODE_RANK")]
     is_launched = is_srun(environment) or any(name in environment for name in ("RANK", "WORLD_SIZE"))
     port = environment.get("MASTER_PORT", "")
-    if is_first and not is_launched and port.isdecimal() and not can_listen(int(port)):
+    if ranks in (["0", "0"], [None, None]) and not is_launched and port.isdecimal() and not can_listen(int(port)):
+        say_once(f"MASTER_PORT {port}, inherited from an earlier run, is in use: another port is chosen")
         for name in ("LOCAL_RANK", *_BY_HAND):
             environment.pop(name, None)
 
@@ -86,12 +87,14 @@ def check_launch(trainer: Mapping[str, Any], environment: Mapping[str, str]) -> 
         _check_srun(devices, nodes, environment)
     elif launcher and not trainer.get("plugins"):
         _check_other(devices, nodes, environment)
-    elif "RANK" in environment and "LOCAL_RANK" not in environment and environment.get("WORLD_SIZE", "1") != "1":
-        given = f"{environment['RANK']} of WORLD_SIZE {environment['WORLD_SIZE']}, without LOCAL_RANK"
+    elif _is_pod(environment) and not trainer.get("plugins") and (nodes == 1 or _missing(environment)):
+        pods = environment["WORLD_SIZE"]
+        given = f"{environment['RANK']} of WORLD_SIZE {pods}, without LOCAL_RANK"
         allowed = "also LOCAL_RANK, as torchrun sets it; otherwise each process trains a run of its own"
-        fix = f"start torchrun --nnodes {nodes} --nproc-per-node {devices or 'GPUS'} in each pod or on each node"
-        require(trainer.get("plugins"), "RANK", given, allowed, f"{fix}, or unset RANK and WORLD_SIZE")
-    elif nodes > 1 and not launcher:
+        starts = "torchrun --node-rank $RANK --master-addr $MASTER_ADDR --master-port $MASTER_PORT"
+        fix = f"start {starts} --nnodes {pods} --nproc-per-node {devices or 'GPUS'} in each pod"
+        require(False, "RANK", given, allowed, f"{fix}, with trainer.num_nodes: {pods}; or unset RANK and WORLD_SIZE")
+    elif nodes > 1 and not launcher and not trainer.get("plugins"):  # such as Lightning's KubeflowEnvironment
         missing = _missing(environment)
         given = f"{nodes}, but no launcher started the processes of the other nodes, and {missing} not set here"
         starts = f"srun --nodes={nodes} ..., torchrun --nnodes {nodes} ..."
@@ -152,6 +155,11 @@ def _check_other(devices: int | None, nodes: int, environment: Mapping[str, str]
         allowed = "srun, torchrun, or one process, which starts all ranks of its node"
         fix = f"start torchrun --nnodes {nodes} --nproc-per-node {per_node} on each node, or pip install mpi4py"
         require(devices == nodes == 1, "command line", given, allowed, fix)
+
+
+def _is_pod(environment: Mapping[str, str]) -> bool:
+    """Whether the variables are those of one of several pods, such as of a PyTorchJob, without torchrun."""
+    return "RANK" in environment and "LOCAL_RANK" not in environment and environment.get("WORLD_SIZE", "1") != "1"
 
 
 def _missing(environment: Mapping[str, str]) -> str:

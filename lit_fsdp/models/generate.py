@@ -29,11 +29,11 @@ from lit_fsdp.models.quantize import as_loaded, linear_layers, rounded, whole_la
 from lit_fsdp.models.tokenizers import end_of_turn_id, pad_id, read_tokenizer
 from lit_fsdp.models.weights import headers_of
 
-_BY_ITSELF = ("cpmant", "deepseek_v4", "minimax", "recurrent_gemma", "roformer", "xlm")
+_BY_ITSELF = ("cpmant", "deepseek_v4", "minimax", "recurrent_gemma", "roformer", "trocr", "xlm")
 """Model types that answer a prompt otherwise if it is padded on the left (transformers 5.24), in spite of its mask.
 
 DeepSeek V4 compresses blocks that begin at the padding, MiniMax takes the length of its cache from a layer without one,
-RecurrentGemma does not mask its recurrence, and CPM-Ant, RoFormer and XLM have absolute positions.
+RecurrentGemma does not mask its convolution, CPM-Ant ignores the mask, and the others have absolute positions.
 """
 
 

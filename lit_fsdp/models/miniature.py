@@ -82,12 +82,12 @@ def _small_values(full: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) ->
         "mamba_d_head": (values.get("mamba_d_ssm") or hidden * (values.get("mamba_expand") or 2)) // 4,
         "layer_types": (kinds * num_layers)[:num_layers],
         "block_types": list(dict.fromkeys(values.get("block_types") or [])),  # a pattern that is repeated
-        "attn_layer_indices": [1],  # of layers with state spaces, as the next two
-        "attn_layer_period": 2,
-        "attn_layer_offset": 1,
         **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), 1 + max(tokenizer.get_vocab().values())),
         **{f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")},
     }
+    if num_layers > 1:  # of hybrids, whose other layers have state spaces
+        common |= {"attn_layer_period": 2, "attn_layer_offset": 1}
+        common |= {"attn_layer_indices": [1]} if values.get("attn_layer_indices") else {}
     for common_name, value in common.items():
         name = full.attribute_map.get(common_name, common_name)  # GPT-2 uses n_embd for hidden_size
         if values.get(name) is not None:

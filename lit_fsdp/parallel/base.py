@@ -250,11 +250,10 @@ class EngineStrategy(ForeignParts):
         timer = threading.Timer(QUIET_SECONDS, _log.warning, (text,))
         timer.daemon = True
         timer.start()
-        SIGNAL_FLAGS.meeting = True
         try:
-            self._start_process_group()
+            with SIGNAL_FLAGS.meeting():
+                self._start_process_group()
         finally:
-            SIGNAL_FLAGS.meeting = False
             timer.cancel()
         if threads := threads_of_rank(self.num_processes, self.config.offloads):
             torch.set_num_threads(threads)

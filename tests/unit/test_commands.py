@@ -85,6 +85,8 @@ def test_who_refuses_a_used_run_folder(tmp_path, monkeypatch):
         with nullcontext() if restarts != "0" else pytest.raises(CheckpointError, match="no complete checkpoint"):
             assert found("last", "new") == Resume(None)
         assert str(found("last", "used").path).endswith("step-00000001")
+    with pytest.raises(CheckpointError, match="no complete checkpoint"):  # not of a model that was not trained
+        find_resume("validate", "last", tmp_path / "new", CheckpointConfig(), False)
     for name in ("RANK", "LOCAL_RANK"):
         monkeypatch.setenv(name, "1")
     assert found(None, "used") == Resume(None)

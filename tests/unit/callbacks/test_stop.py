@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 import subprocess
 import sys
@@ -77,20 +78,26 @@ def test_what_a_signal_does_in_each_phase(monkeypatch, capsys):
             assert (flags.interrupted, flags.terminated) == (SIGINT in numbers, numbers[0] != SIGINT), case
 
 
-def test_a_signal_while_the_ranks_meet_ends_this_one_unless_they_have_met(flags, monkeypatch):
+@pytest.mark.usefixtures("flags")
+def test_a_signal_while_the_ranks_meet_ends_this_one_unless_they_have_met(monkeypatch):
     ends: list[int] = []
-    monkeypatch.setattr(signals.os, "_exit", ends.append)
     monkeypatch.setattr(signals, "_PATIENCE_SECONDS", 0.05)
-    flags.has_peers = True
-    for is_met in (False, True):
+    for is_early, is_met in itertools.product((True, False), (False, True)):
+        flags, ended = SignalFlags(), threading.Event()
+        monkeypatch.setattr(signals.os, "_exit", lambda code, ended=ended: (ends.append(code), ended.set()))
+        flags.has_peers = True
         ends.clear()
-        flags.meeting = True
-        flags.receive(SIGTERM)
-        assert flags.terminated
-        assert not ends
-        flags.meeting = not is_met
-        for thread in [one for one in threading.enumerate() if isinstance(one, threading.Timer)]:
-            thread.join()
+        if is_early:
+            flags.receive(SIGTERM)
+        with flags.meeting():
+            if not is_early:
+                flags.receive(SIGTERM)
+            assert flags.terminated
+            assert not ends
+            if not is_met:
+                assert ended.wait(10)
+        if flags._timer is not None:
+            flags._timer.join()
         assert ends == ([] if is_met else [75])
 
 

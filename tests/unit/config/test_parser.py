@@ -527,6 +527,8 @@ def test_objects_of_python_are_taken_or_refused_with_the_words_of_a_recipe(tmp_p
     for cls, values, field, fix in (
         (DataConfig, {"train": Dataset.from_list(rows)}, "data.train", "to_json('rows.jsonl')"),
         (DataConfig, {"val": rows}, "data.val", "to_json('rows.jsonl')"),
+        (DataConfig, {"val": (*rows, {"source": "s", "text": "t"})}, "data.val", "to_json('rows.jsonl')"),
+        (DataConfig, {"val": [{"sorce": "a.jsonl"}]}, "data.val.sorce", "write data.val.source"),
         (ModelConfig, {"name": "x", "lora": peft.LoraConfig()}, "model.lora", "lora={'r': 8, 'alpha': 16}"),
         (ModelConfig, {"name": GPT2Config()}, "model.name", "name the folder or the hub repository"),
     ):
@@ -535,7 +537,7 @@ def test_objects_of_python_are_taken_or_refused_with_the_words_of_a_recipe(tmp_p
         assert caught.value.field == field
         assert fix in caught.value.fix
     assert build(ModelConfig, {"name": tmp_path}, "model").name == str(tmp_path)
-    sources = [{"source": "a.jsonl"}, {"source": "b.jsonl"}]
+    sources = [{"source": Path("a.jsonl")}, {"source": "b.jsonl"}]
     assert [one.source for one in build(DataConfig, {"train": sources}, "data").train] == ["a.jsonl", "b.jsonl"]
 
 
@@ -544,6 +546,7 @@ def test_objects_of_python_are_taken_or_refused_with_the_words_of_a_recipe(tmp_p
     [
         (["--lr_scheduler.class_path", "torch.optim.lr_scheduler.StepLR"], "override configure_optimizers"),
         (["--model.optim.schedule", "torch.optim.lr_scheduler.StepLR"], "override configure_optimizers"),
+        (["--model.optim.schedule", "COSINE"], "write model.optim.schedule: cosine"),
         (["--model.lora.target_modules", "all-liner"], "all-linear"),
         (["--model.lora.target_modules", "attention_only"], "attention-only"),
     ],

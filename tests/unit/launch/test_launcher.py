@@ -55,6 +55,7 @@ def test_right():
         (FOUR, {"OMPI_COMM_WORLD_SIZE": "2", **BY_HAND}),
         (FOUR, {"OMPI_COMM_WORLD_SIZE": "4", "LOCAL_RANK": "1"}),
         (FOUR, {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", **BY_HAND}),
+        (FOUR, {"RANK": "1", "WORLD_SIZE": "2", **BY_HAND}),  # of nodes
         ({"devices": 2}, {"RANK": "0", "WORLD_SIZE": "1"}),
         ({"devices": 1, "num_nodes": 2, "plugins": "KubeflowEnvironment"}, {"RANK": "0", "WORLD_SIZE": "2"}),
     ):
@@ -80,7 +81,7 @@ def test_wrong():
         ({"num_nodes": 2}, {"JSM_NAMESPACE_SIZE": "3"}, "trainer.devices", "start 2 processes with jsrun"),
         ({"devices": 2}, {"OMPI_COMM_WORLD_SIZE": "2"}, "command line", "--nproc-per-node 2 on each node, or pip"),
         (FOUR, {"PMI_SIZE": "4", "MASTER_ADDR": "a"}, "command line", "torchrun --nnodes 2 --nproc-per-node 2"),
-        ({"devices": 2}, {"RANK": "0", "WORLD_SIZE": "2"}, "RANK", "start torchrun --nnodes 1 --nproc-per-node 2 in"),
+        ({"devices": 2}, {"RANK": "0", "WORLD_SIZE": "2"}, "RANK", "--nnodes 2 --nproc-per-node 2 in"),
         ({"num_nodes": 2}, {"MASTER_ADDR": "a", "NODE_RANK": "0"}, "trainer.num_nodes", "on each node"),
         ({"num_nodes": 2}, step("2,1"), "SLURM_STEP_TASKS_PER_NODE", "--ntasks-per-node=1"),
         (FOUR, step("2(x2)", SLURM_DISTRIBUTION="cyclic:block"), "SLURM_DISTRIBUTION", "--distribution=block"),
@@ -100,7 +101,9 @@ def test_what_an_earlier_run_of_the_parent_left_is_forgotten():
         taken = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(other.getsockname()[1])}
         left = {"LOCAL_RANK": "0", "NODE_RANK": "0", **taken}
         ranks = ({"RANK": "0"}, {"WORLD_SIZE": "2"}, {"LOCAL_RANK": "1"}, {"NODE_RANK": "1"}, {"SLURM_NTASKS": "4"})
-        for environment, is_forgotten in ((left, True), (taken, True), *((left | rank, False) for rank in ranks)):
+        by_hand = [taken | {"NODE_RANK": "0"}, taken | {"LOCAL_RANK": "0"}, left | {"MASTER_PORT": "99999"}]
+        by_hand += [left | rank for rank in ranks]
+        for environment, is_forgotten in ((left, True), (taken, True), *((one, False) for one in by_hand)):
             kept = dict(environment)
             drop_used_port(kept)
             assert kept == ({} if is_forgotten else environment)
