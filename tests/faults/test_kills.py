@@ -19,7 +19,7 @@ import pytest
 
 from tests.faults.tracked import CHAOS, COLLECTIVE_TIMEOUT, SURVIVED, TrackedRun, attempts
 
-KILLS_OF_JOBS, KILLS_OF_RANKS, SIGNALS = (300, 60, 300) if CHAOS else (6, 6, 3)
+KILLS_OF_JOBS, KILLS_OF_RANKS, SIGNALS = (300, 60, 300) if CHAOS else (5, 6, 3)
 SOAK_SECONDS = float(os.environ.get("LIT_FSDP_SOAK_SECONDS", 600))
 # Random moments seldom hit the short stages, so every stage is also met on purpose.
 PLACES = ["preparing", "tensors", "states", "manifest", "rename"]

@@ -49,7 +49,6 @@ def test_length_is_limited_and_an_end_mark_stops(ask):
     ("family", "changes"),
     [
         ("llama", {}),
-        ("jamba", {}),
         ("deepseek_v4", {}),
         ("minimax", {"layer_types": ["linear_attention", "full_attention"]}),
         ("recurrent_gemma", {}),
