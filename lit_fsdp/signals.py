@@ -113,6 +113,7 @@ class SignalFlags:
             self._is_meeting = False
             if self._timer is not None:
                 self._timer.cancel()
+                self._timer = None
 
     def _end_soon(self) -> None:
         if self._timer is None:

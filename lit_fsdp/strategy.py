@@ -35,7 +35,8 @@ def fsdp_strategy(*names: Any, **kwargs: Any) -> Strategy:  # noqa: D417 (names 
         ConfigError: An invalid value, or conflicting values.
     """
     refuse_positional("fsdp_strategy", StrategyConfig, names)
-    kwargs = {name: _named(value) if name == "wrap" else value for name, value in kwargs.items()}
+    if "wrap" in kwargs:
+        kwargs["wrap"] = _named(kwargs["wrap"])
     config = build(StrategyConfig, kwargs, "fsdp_strategy")
     return _ENGINES.get(config.engine, ReplicatedStrategy)(config)
 

@@ -165,10 +165,8 @@ def _prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: list[dict[str, str]]
             text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
         except ValueError:
             fix = "add --raw" if prompt[0]["role"] != "system" else "add --raw, and drop --system"
-            given, allowed = (
-                "no chat template (typical of a base model)",
-                "a tokenizer with one, or --raw for plain text",
-            )
+            given = "no chat template (typical of a base model)"
+            allowed = "a tokenizer with one, or --raw for plain text"
             require(tokenizer.chat_template, "--model", given, allowed, fix)
             raise
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])

@@ -208,7 +208,8 @@ def _by_pattern(model: PreTrainedModel, chosen: str, layers: str) -> tuple[list[
     parameters = [name for name in fused if re.fullmatch(chosen, name)]
     names = [name for name, _ in model.named_modules()]
     found = [name for name in names if re.fullmatch(chosen, name)]
-    given, is_end = f"{chosen!r}, which matches no full name", any(name.endswith(f".{chosen}") for name in names)
+    given = f"{chosen!r}, which matches no full name"
+    is_end = any(name.endswith(f".{chosen}") for name in names)
     fix = f"write [{chosen}], or '.*{chosen}'" if is_end else ""
     require(found or parameters, f"{_PATH}.target_modules", given, f"names such as {_linears(model)[0]}", fix)
     _check_names(model, "target_modules", found, layers)
