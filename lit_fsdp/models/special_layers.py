@@ -2,6 +2,7 @@
 
 import functools
 import re
+import sys
 from typing import Any
 
 import torch
@@ -45,10 +46,17 @@ def bypassed_layers(model: nn.Module) -> set[str]:
 @functools.cache
 def _used_weights(cls: type[nn.Module]) -> set[str]:
     """The submodules whose weight a method uses, except those that set initial values."""
-    own = [base for base in cls.__mro__ if base not in nn.Module.__mro__]
+    own = [base for base in cls.__mro__ if base not in nn.Module.__mro__ and _uses_weights(base.__module__)]
     methods = [(name, method) for base in own for name, method in vars(base).items() if callable(method)]
     texts = [source_of(method) for name, method in methods if "init" not in name and "reset" not in name]
     return {found for text in texts for found in _USED.findall(_COMMENT.sub("", text))}
+
+
+@functools.cache
+def _uses_weights(module: str) -> bool:
+    """Whether the code of a Python module may do so; finding the source of each method takes half a second."""
+    text = source_of(sys.modules.get(module))
+    return not text or bool(_USED.search(text))  # a notebook has no source, but its functions have
 
 
 def _is_product(layer: nn.Linear) -> bool:

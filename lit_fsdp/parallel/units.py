@@ -239,7 +239,8 @@ def _choose(
     """Return the modules to make units, the modules to recompute, and a description of what selected them."""
     blocks, single, source = _find_units(model)
     named: list[nn.Module] = []
-    callable_ones = {name: m for name, m in model.named_modules() if m is not model and _can_be_unit(m)}
+    candidates = model.named_modules() if wrap.classes or wrap.patterns else ()
+    callable_ones = {name: m for name, m in candidates if m is not model and _can_be_unit(m)}
     for name in wrap.classes or ():
         matches = [m for m in callable_ones.values() if type(m).__name__ == name]
         given, allowed = f"{name!r}, {_NO_MATCH}", f"classes in this model: {_classes(callable_ones.values())}"
@@ -283,10 +284,10 @@ def _reads_inside(module: nn.Module) -> bool:
     return isinstance(module, _READS_ITS_CHILDREN) or reads_inner_weights(module)
 
 
-def _with_readers(model: nn.Module, modules: Iterable[nn.Module]) -> list[nn.Module]:
+def _with_readers(model: nn.Module, modules: list[nn.Module]) -> list[nn.Module]:
     """Replace modules whose weights an outer module reads by that module, the outermost one."""
     readers: dict[nn.Module, nn.Module] = {}
-    for module in model.modules():  # parents first
+    for module in model.modules() if modules else ():  # parents first
         for inner in module.modules() if _reads_inside(module) else ():
             readers.setdefault(inner, module)
     return [readers.get(module, module) for module in modules]
