@@ -21,13 +21,18 @@ from lit_fsdp.checkpoint.ranks import Ranks
 from lit_fsdp.errors import CheckpointError, ConfigError
 from lit_fsdp.host import cache_root
 from lit_fsdp.metrics.hardware import device_name, is_accelerator
+from lit_fsdp.models.context import mixes_by_attention
 from lit_fsdp.models.packing import measure_isolation, proof_batch, tokens_of_one_scale
 from lit_fsdp.models.preference import evaluating
 from lit_fsdp.parallel.base import EngineStrategy
 
 _log = logging.getLogger(__name__)
 _ROUNDING = {"fp32": 1e-4, "bf16": 0.05, "fp16": 0.01}
-"""‖Δ‖ / ‖h‖ allowed if other tokens may change the rounding: experts and fp8 scales depend on all tokens."""
+"""‖Δ‖ / ‖h‖ allowed if other tokens may change the rounding: experts and fp8 scales depend on all tokens.
+
+A state that a recurrent layer carries from sample to sample may be that small, too: nothing is allowed for those when
+samples only swap places.
+"""
 _MOVED = {"fp32": 1e-3, "bf16": 0.2, "fp16": 0.1}
 """‖Δ‖ / ‖h‖ allowed between two positions of a sample in its pack; positions that never restart exceed it."""
 
@@ -36,7 +41,7 @@ class IsolationProof(Callback):
     """Packs a few tokens of the first batch, changes some of the samples, and ends the run if the others change.
 
     It runs the live, sharded model in its dtype (not compiled: that would compile twice), on all ranks together, in
-    eval mode and without gradients: five forward passes of 64 tokens. The last hidden states of a sample must stay
+    eval mode and without gradients: six forward passes of 64 tokens. The last hidden states of a sample must stay
     bit-equal for any neighbors. Random generators and modes are restored afterwards. The proof is cached in the cache
     folder by model configuration, attention, dtype, device and versions.
 
@@ -147,6 +152,7 @@ class IsolationProof(Callback):
                 together, alone = states(one).double(), states(row, True).double()
                 split = max(gathered(float((together - alone).norm() / alone.norm())))
         change, moved = max(one.change for one in found), max(one.moved for one in found)
+        exchanged = 0.0 if mixes_by_attention(module.model) else max(one.exchanged for one in found)
         precision, config = strategy.config.precision_config, module.source.hf_config.get_text_config().to_dict()
         experts = [value for name, value in config.items() if "experts" in name and isinstance(value, int)]
         compute, shares_rounding = precision.row.compute, precision.mode == "fp8" or max(experts, default=0) > 1
@@ -154,6 +160,8 @@ class IsolationProof(Callback):
         if change > tolerance:
             by = f"{change:.1e} of its norm (allowed: {tolerance:g})"
             raise _refusal(module, f"a sample changes by {by} when the tokens of other samples change")
+        if exchanged > 0:
+            raise _refusal(module, f"a sample changes by {exchanged:.1e} of its norm when other samples swap places")
         if any(one.is_blind for one in found):
             raise _refusal(module, "the hidden states of a sample do not depend on its tokens")
         if not split <= _MOVED[compute]:
@@ -172,6 +180,7 @@ class IsolationProof(Callback):
             "shares_prompts": shares,
             "largest_change": change,
             "tolerance": tolerance,
+            "largest_change_when_others_swap": exchanged,
             "largest_change_when_moved": moved,
             "tolerance_when_moved": _MOVED[compute],
         }
@@ -196,7 +205,7 @@ def _remembered_at(strategy: Any, module: Any, shares: bool) -> Path:
         device_name(device),
         *(["shared prompts"] if shares else []),
         *([strategy.context.degree, strategy.context.method] if strategy.context else []),
-        *("with rows", torch.__version__, transformers.__version__, lit_fsdp.__version__),
+        *("with swaps", torch.__version__, transformers.__version__, lit_fsdp.__version__),
     ]
     return cache_root() / "isolation" / f"{hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]}.json"
 

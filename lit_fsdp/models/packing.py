@@ -164,6 +164,8 @@ class Isolation:
     """When its neighbors got other tokens; 0 if all are bit-equal."""
     moved: float
     """When it swapped positions with its neighbor, or is a row without packing."""
+    exchanged: float
+    """When two other samples swapped places: experts still get the same tokens, which thus round alike."""
     is_blind: bool
     """Whether a sample with other tokens had the same states, so that the check could not detect anything."""
 
@@ -202,7 +204,7 @@ def tokens_of_one_scale(model: torch.nn.Module) -> float:
 def measure_isolation(
     states: Callable[[Mapping[str, Any]], torch.Tensor], ids: torch.Tensor, shares: bool = False
 ) -> Isolation:
-    """Measure how a sample changes when its neighbors change, in five forward passes of 64 tokens each.
+    """Measure how a sample changes when its neighbors change, in six forward passes of 64 tokens each.
 
     First every second sample gets other tokens, then the remaining ones, so that each neighbor changes once. The
     function ``states`` computes last hidden states (B, T, D) of a packed batch; the ``ids``, of any shape, are training
@@ -243,6 +245,8 @@ def measure_isolation(
         is_blind |= bool((found_N[~is_kept_N] == 0).any())
     swapped = [1, 0, 3, 2]
     moved_N = difference(run(ids_NL[swapped], False)[swapped])
+    # of a pack, the second sample; of a row of all samples, also the one between those that swap
+    exchanged_N = torch.zeros(1) if shares else difference(run(ids_NL[[2, 1, 0, 3]]))[[1, 3]]
     # without position_ids the model counts positions itself; those of RoBERTa and its kin do not start at 0
     row_N = difference(states({"input_ids": ids_NL, "attention_mask": torch.ones_like(ids_NL)}).flatten(1).double())
-    return Isolation(change, float(torch.maximum(moved_N, row_N).max()), is_blind)
+    return Isolation(change, float(torch.maximum(moved_N, row_N).max()), float(exchanged_N.max()), is_blind)

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from lit_fsdp.models.tokenizers import miniature_tokenizer
 from tests.dist.forks import RankError, on_ranks
 from tests.runs import MORE
+from tests.unit.models.families import saved
 
 WHOLE = {"global_batch_size": 64, "micro_batch_size": 4, "max_seq_length": 160}  # all 60 rows in one global batch
 STEPS = {"packing": True, "global_batch_size": 4, "micro_batch_size": 2, "max_seq_length": 160}  # 29 packs: 8 steps
@@ -70,8 +72,18 @@ def test_what_leaks_is_refused_on_all_ranks(tiny_model: Path, tmp_path: Path) ->
         assert not list((tmp_path / how).glob("checkpoints/step-*"))
 
 
+def test_experts_do_not_hide_a_state_that_is_carried_over(tmp_path: Path) -> None:
+    """In bf16 the rounding of experts is allowed for, which is more than what a Jamba of initial weights carries."""
+    saved("jamba", tmp_path / "jamba")
+    miniature_tokenizer().save_pretrained(tmp_path / "jamba")
+    data = {"packing": True, "global_batch_size": 4, "micro_batch_size": 2, "format": "text"}
+    job = {"folder": tmp_path / "jamba", "run": tmp_path / "run", "data": data, "steps": 1}
+    with pytest.raises(RankError, match=r"a sample changes by \S+ of its norm when other samples swap places"):
+        on_ranks("packed_run", 2, strategy={"engine": "fsdp2", "precision": "mixed"}, **job)
+
+
 def test_a_proof_is_remembered_by_model_attention_and_dtype(tiny_model: Path, tmp_path: Path) -> None:
-    """And its five forward passes of 64 tokens are no more than a step's."""
+    """And its six forward passes of 64 tokens are no more than a step's."""
     lora, eager = {"lora": {}}, {"attn_implementation": "eager"}
     for run, (engine, precision, model, is_proved, more) in enumerate(
         [
@@ -87,7 +99,7 @@ def test_a_proof_is_remembered_by_model_attention_and_dtype(tiny_model: Path, tm
         job = {"folder": tiny_model, "strategy": strategy, "model": model, "data": STEPS, "steps": 1}
         proofs = on_ranks("packed_run", 2, run=tmp_path / str(run), **job)[0]["proofs"]
         assert len(proofs) == is_proved
-        assert all(proof["tokens"] <= 5 * 64 for proof in proofs)
+        assert all(proof["tokens"] <= 6 * 64 for proof in proofs)
         record = json.loads((tmp_path / str(run) / "isolation.json").read_text())
         assert (record["largest_change"], record["compute_dtype"]) == (0, "fp32" if precision == "fp32" else "bf16")
         assert record["attn_implementation"] == model.get("attn_implementation", "sdpa_by_sample")

@@ -168,7 +168,7 @@ def test_a_prompt_that_is_not_shared_right_is_noticed():
         assert measure_isolation(states, ids, shares=False).moved <= 1e-5
     assert measure_isolation(states, ids, shares=True).moved > 0.01
     model = random_model("llama", True)
-    assert measure_isolation(states, ids, shares=True) == Isolation(0.0, pytest.approx(0.0, abs=1e-5), False)
+    assert measure_isolation(states, ids, shares=True) == Isolation(0.0, pytest.approx(0.0, abs=1e-5), 0.0, False)
     untold = lambda batch: states({name: part for name, part in batch.items() if name != "shared_lengths"})  # noqa: E731
     assert measure_isolation(untold, ids, shares=True).moved > 0.01
 
