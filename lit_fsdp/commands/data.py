@@ -44,12 +44,14 @@ def _inspect(argv: Sequence[str]) -> int:
     with heavy_imports():
         from lit_fsdp.data.encode import RowEncoder
         from lit_fsdp.data.packing import describe_data
+        from lit_fsdp.data.sources import check_files
         from lit_fsdp.data.stream import prepare_samples
         from lit_fsdp.models.resolve import resolve_model
         from lit_fsdp.models.tokenizers import load_tokenizer
         from lit_fsdp.report.data import data_table, pieces, print_samples, write_plot
         from lit_fsdp.report.tables import console_for
 
+    check_files(run.data, there)
     config, source = run.data, resolve_model(run.model, with_weights=False)
     tokenizer = load_tokenizer(source, run.model)
     encoder = RowEncoder(tokenizer, config, source.num_embeddings)

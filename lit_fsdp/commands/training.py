@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lit_fsdp.commands.parsing import example_lines
+from lit_fsdp.config.data import STAGES
 from lit_fsdp.host import is_launched_by_lightning, pause_collection
 from lit_fsdp.launch.ranks import LAUNCHED_RANKS
 from lit_fsdp.signals import SIGNAL_FLAGS
@@ -66,9 +67,12 @@ def _check(verb: str, argv: list[str]) -> LoadedRecipe:
     """Check everything that does not need torch."""
     from lit_fsdp.checkpoint.run_folder import find_resume
     from lit_fsdp.config.parser import load_recipe
+    from lit_fsdp.data.sources import check_files
     from lit_fsdp.launch.launcher import adopt_step, check_launch, drop_used_port
 
     recipe = load_recipe(argv, verb)
+    if "data" not in recipe.run.foreign:
+        check_files(recipe.run.data, STAGES[verb])
     adopt_step(os.environ)
     drop_used_port(os.environ)
     check_launch(recipe.run.trainer, os.environ)

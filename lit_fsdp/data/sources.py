@@ -6,7 +6,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cached_property
@@ -186,20 +186,37 @@ def pinned(sources: Sources | None) -> list[SourceConfig]:
     return [replace(entry, revision=hub["revision"]) if (hub := _found(entry)[1]) else entry for entry in entries]
 
 
+def check_files(config: DataConfig, splits: Sequence[str]) -> None:
+    """Look for the files of some splits, without asking the hub for other names: before a model is downloaded.
+
+    Raises:
+        DataError: A file or folder is missing.
+    """
+    for split in splits:
+        split = "train" if split == "val" and config.val_split is not None else split
+        for entry in check_sources(split, getattr(config, split)):
+            _files(entry.source)
+
+
 def _found(entry: SourceConfig) -> tuple[list[str], dict[str, Any] | None]:
     """Return the files of an entry, or its hub arguments."""
-    name = entry.source
+    files = _files(entry.source)
+    return files, None if files else _hub(entry)
+
+
+def _files(name: str) -> list[str]:
+    """Return the files of a source, or ``generated:N``; empty for a name on the hub."""
     if name.startswith(GENERATED):
-        return [name], None
+        return [name]
     # os.path returns False where pathlib raises: a name too long, a missing home folder
     path = os.path.expanduser(name)
     folder, _, split = path.rpartition(":")
     if os.path.isdir(path):
-        return readers.files_of_split(path, "train"), None
+        return readers.files_of_split(path, "train")
     if os.path.isfile(path):
-        return [path], None
+        return [path]
     if os.path.isdir(folder):
-        return readers.files_of_split(folder, split), None
+        return readers.files_of_split(folder, split)
     is_pattern = glob.has_magic(name) and not _SLICE.fullmatch(name)
     files = [found for found in sorted(glob.glob(path, recursive=True)) if os.path.isfile(found)] if is_pattern else []
     kinds = [*readers.KINDS, *readers.SPREADSHEETS]
@@ -208,7 +225,7 @@ def _found(entry: SourceConfig) -> tuple[list[str], dict[str, Any] | None]:
         is_file_name |= bool(get_close_matches(kind_of(path), kinds, n=1, cutoff=0.7))  # misspelled
     if not files and (is_pattern or is_file_name or name.startswith((".", "/", "~"))):
         raise DataError(f"{name}: no such file\n  fix:     check the path, relative to {Path.cwd()}")
-    return files, None if files else _hub(entry)
+    return files
 
 
 def _hub(entry: SourceConfig) -> dict[str, Any]:
