@@ -36,11 +36,14 @@ class ExpertLoad(Callback):
         self._is_real_N: torch.Tensor | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Hook the experts of the live model, or peft's wrapper, which is called instead of them."""
+        """Hook the experts of the live model, or peft's wrapper, which is called instead of them.
+
+        Of ``modules_to_save`` only the trained copy is called, not the original.
+        """
         modules = {clean_name(name): module for name, module in pl_module.named_modules()}
         self._seen_step = trainer.global_step
         for name, module in modules.items():
-            is_known = isinstance(getattr(module, "num_experts", None), int)
+            is_known = isinstance(getattr(module, "num_experts", None), int) and "original_module" not in name
             parameters = list(inspect.signature(type(module).forward).parameters) if is_known else []
             if name_of_choices := next((name for name in _CHOICES if name in parameters), None):
                 counts = torch.zeros(module.num_experts, dtype=torch.float32, device=trainer.strategy.root_device)

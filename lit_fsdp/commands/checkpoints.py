@@ -13,7 +13,7 @@ from lit_fsdp.checkpoint.verify import sha256_of, verify
 from lit_fsdp.commands.parsing import columns, parse, run_one_of, verb_parser
 from lit_fsdp.errors import CheckpointError, require
 from lit_fsdp.host import heavy_imports, size_words
-from lit_fsdp.models.adapter_names import CONFIG_FILE, WEIGHTS_FILE, is_adapter, read_adapter_config
+from lit_fsdp.models.adapter_names import CONFIG_FILE, WEIGHTS_FILE, base_name, is_adapter, read_adapter_config
 
 _IMPORT = (
     "Convert a checkpoint of Lightning (file, FSDPStrategy, ModelParallelStrategy), Accelerate or the Transformers "
@@ -139,6 +139,7 @@ def _import_adapter(options: argparse.Namespace) -> str:
     from lit_fsdp.models.base import describe_base
     from lit_fsdp.models.export_files import model_entry
     from lit_fsdp.models.lora import apply_saved_lora, check_saved_lora
+    from lit_fsdp.models.weights import open_weights
     from lit_fsdp.module import CausalLMModule
 
     folder = options.source
@@ -149,12 +150,15 @@ def _import_adapter(options: argparse.Namespace) -> str:
     stored = read_safetensors(folder / WEIGHTS_FILE)
     module = CausalLMModule(name=options.model, trust_remote_code=options.trust_remote_code).build()
     built: Any = module.model
+    of_base = open_weights(module.source, built, 0)
     apply_saved_lora(built, settings)
-    shapes = {name: tuple(tensor.shape) for name, tensor in built.state_dict().items() if is_adapter(name)}
+    whole = built.state_dict()
+    buffers = {name for name, _ in built.named_buffers()} & whole.keys()  # a run saves them, too
+    shapes = {name: tuple(tensor.shape) for name, tensor in whole.items() if is_adapter(name) or name in buffers}
     names = adapter_sources({name: name for name in shapes}, ())
-    source = Source(
-        folder, {names.get(name, name): tensor for name, tensor in stored.items()}, step=trainer_step(folder)
-    )
+    weights = {name: of_base.read_named(base_name(name)) for name in buffers}
+    weights |= {names.get(name, name): tensor for name, tensor in stored.items()}
+    source = Source(folder, weights, step=trainer_step(folder))
     base = describe_base(module.source, dataclasses.replace(module.config, lora=LoraConfig()), 0)
     entry = model_entry(module.source, {}, settings, (), base)
     files = module.checkpoint_files()

@@ -64,7 +64,8 @@ def reads_inner_weights(module: nn.Module) -> bool:
 def prepare_experts(model: nn.Module) -> None:
     """Replace the forward pass of grouped experts and of peft's wrappers around experts, in place."""
     for module in model.modules():
-        if reads_inner_weights(module) or hasattr(module, "is_transposed"):
+        is_experts = hasattr(module, "is_transposed") and not hasattr(module, "modules_to_save")  # peft's, of experts
+        if reads_inner_weights(module) or is_experts:
             module.forward = functools.partial(_forward, module)  # unlike a closure, it survives copies and pickles
 
 
@@ -104,10 +105,13 @@ def _forward(
         factors = [f.to(weight.dtype) for f in ((first.mT, second.mT) if is_transposed else (second, first))]
         whole = torch.baddbmm(weight if weight.ndim == 3 else weight[None], *factors, alpha=scale)
         weights[name] = whole.view_as(weight)
+    # routers and other bases get their hooks, with which transformers records what routers return
+    is_called = base is not outer and "forward" not in vars(base)
+    run = base if is_called else functools.partial(type(base).forward, base)
     before = {name: base.__dict__[name] for name in weights if name in base.__dict__}  # fsdp1 stores them here
     base.__dict__.update(weights)  # shadows the parameters, which stay registered
     try:
-        return type(base).forward(base, hidden_states, *args, **kwargs)
+        return run(hidden_states, *args, **kwargs)
     finally:
         for name in weights:
             del base.__dict__[name]

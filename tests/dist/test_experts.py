@@ -135,6 +135,26 @@ def test_runs_go_on_and_are_exported_under_the_names_of_the_hub(tmp_path: Path) 
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # peft 0.21 on transformers 5.23
+def test_an_imported_adapter_has_the_buffers_that_a_run_saves(tmp_path: Path) -> None:
+    """Such as the correction of the router's choices."""
+    folder = saved_mixture("deepseek_v3", tmp_path)
+    adapted = peft.get_peft_model(
+        AutoModelForCausalLM.from_pretrained(folder), peft.LoraConfig(r=4, target_modules=["o_proj"])
+    )
+    for name, param in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(param, std=0.1)
+    adapted.save_pretrained(tmp_path / "adapter")
+    (done,) = command(1, ["ckpt", "import", "adapter", "-o", "imported", "--model", folder], tmp_path)
+    assert (done.code, done.out.split(":")[0]) == (0, "imported"), done.err
+    job: dict[str, Any] = {"folder": folder, "model": {"lora": {"r": 4, "alpha": 8, "target_modules": ["o_proj"]}}}
+    strategy = {"engine": "single", "precision": "fp32"}
+    (found,) = on_ranks("train_lora", 1, ckpt_path=str(tmp_path / "imported"), strategy=strategy, **job)
+    with torch.no_grad():
+        assert found["losses"][0] == pytest.approx(float(step_loss(adapted.train(), global_batch(0))), rel=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # peft 0.21 on transformers 5.23
 @pytest.mark.parametrize("family", ["qwen3_moe", pytest.param("llama4_text", marks=MORE)])
 def test_experts_in_four_bits_are_those_that_bitsandbytes_rounds(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

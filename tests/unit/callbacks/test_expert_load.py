@@ -21,15 +21,20 @@ from lit_fsdp.models.packing import real_tokens
 from lit_fsdp.models.parts import RowParts
 from tests.unit.models.families import tiny
 
+_ALL = {"target_modules": "all-linear"}
+_COPIED = {"target_modules": "attention-only", "modules_to_save": ["experts"]}
 
-@pytest.mark.parametrize(("family", "lora"), [("mixtral", False), ("mixtral", True), ("gpt_oss", False)])
-def test_what_is_logged_is_what_the_router_chose(family: str, lora: bool):
+
+@pytest.mark.parametrize(
+    ("family", "lora"), [("mixtral", {}), ("mixtral", _ALL), ("gpt_oss", {}), ("qwen3_moe", _COPIED)]
+)
+def test_what_is_logged_is_what_the_router_chose(family: str, lora: dict[str, Any]):
     torch.manual_seed(0)
     model: Any = AutoModelForCausalLM.from_config(tiny(family)).train()
     for experts in () if lora else grouped_experts(model).values():  # as if two ranks divided them
         experts.expert_group = SimpleNamespace(held=[[0, 2], [1, 3]], degree=2)
     if lora:
-        apply_lora(model, LoraConfig(target_modules="all-linear"))
+        apply_lora(model, LoraConfig(**lora))
         prepare_experts(model)
         for name, param in list(model.named_parameters()):
             if param.is_meta:

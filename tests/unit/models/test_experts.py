@@ -55,6 +55,23 @@ def test_grouped_factors_are_as_peft_sums_eager_and_compiled(is_compiled: bool):
             assert float((ours - theirs).norm() / theirs.norm()) < allowed
 
 
+def test_a_router_with_adapters_still_tells_its_logits():
+    """transformers records them with hooks, for the router loss."""
+    torch.manual_seed(0)
+    model: Any = AutoModelForCausalLM.from_config(tiny("qwen3_moe")).eval()
+    ids = torch.arange(3, 23)[None]
+    wanted = model(input_ids=ids, output_router_logits=True).aux_loss
+    apply_lora(model, LoraConfig(r=4, target_modules=["q_proj", "mlp.gate.weight"]))
+    prepare_experts(model)
+    for module in [*model.modules()]:
+        if "lora" in type(module).__name__.lower() or any(param.is_meta for param in module.parameters(recurse=False)):
+            module.to_empty(device="cpu", recurse=False)
+    for name, param in model.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.zeros_(param)
+    torch.testing.assert_close(model(input_ids=ids, output_router_logits=True).aux_loss, wanted)
+
+
 @pytest.mark.parametrize("is_double", [False, True])
 @pytest.mark.parametrize(("shape", "most"), [((6, 32, 80), 1), ((6, 5, 24), 6)])
 def test_experts_are_packed_one_by_one_into_the_bits_of_the_whole(shape, most, is_double):
