@@ -339,6 +339,8 @@ def _check_targets(manifest: Manifest, into: Mapping[str, torch.Tensor], skip: s
     kinds = [[f"{what}: {name}" for name in names] for what, names in both]
     lines = [line for kind in (*kinds, unlike) for line in _first(kind)]
     if lines:
+        if not surplus and not unlike and all(name.startswith("model/") for name in missing):
+            lines.append("fix: if on_save_checkpoint drops them, set strict_loading = False in the module")
         raise CheckpointError(f"{manifest.folder}: does not fit:\n" + "\n".join(f"  {line}" for line in lines))
 
 

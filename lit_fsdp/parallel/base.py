@@ -56,7 +56,7 @@ from lit_fsdp.parallel.forward import RedirectedForward
 from lit_fsdp.parallel.grads import GuardedSteps
 from lit_fsdp.parallel.materialize import QUIET_SECONDS, Materializer, Reader, check_memory, reset_parameters_reader
 from lit_fsdp.parallel.mesh import CONTEXT, SHARD, build_context_mesh, build_expert_groups, build_mesh
-from lit_fsdp.parallel.norms import STRATEGIES, warn_of_lightnings
+from lit_fsdp.parallel.norms import STRATEGIES, warn_of_local_norms
 from lit_fsdp.parallel.precision import (
     TORCH_DTYPES,
     DtypeContract,
@@ -287,7 +287,8 @@ class EngineStrategy(ForeignParts):
             self._check_accumulation(trainer)  # a data module may have set it
             self._check_hyperparameters()
             if self.config.is_sharded and dist.get_rank() == 0:
-                warn_of_lightnings([module, *trainer.callbacks])
+                flat = self.config.engine == "fsdp1" and self.shard_group is not None
+                warn_of_local_norms([module, *trainer.callbacks], flat)
         if self._owner is not module:
             is_ours = hasattr(module, "read_tensor")
             self.contract.is_error = (self.config.contract or ("error" if is_ours else "warn")) == "error"

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
+from lightning.pytorch.callbacks import BaseFinetuning
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.device_mesh import DeviceMesh
@@ -294,6 +295,8 @@ class Checkpoints:
             return targets.setdefault(sharded.name, self._target(manifest, sharded, like))
 
         state = ranks.own(what, lambda: with_sharded(state, target))
+        if restores:
+            self._check_restored(path, state.get("callbacks", {}))
         templates |= targets
         strict = self.lightning_module.strict_loading
         if not strict:
@@ -320,6 +323,27 @@ class Checkpoints:
         if not self.config.is_sharded:
             state["state_dict"] = model  # Lightning's WeightAveraging reads its averages here
         return state
+
+    def _check_restored(self, path: Path, saved: Mapping[str, Any]) -> None:
+        """Refuse a state that a callback of Lightning cannot restore; warn of a step that Lightning leaves out."""
+        configs = getattr(self, "lr_scheduler_configs", [])
+        if any(config.reduce_on_plateau and config.interval == "epoch" for config in configs) and Ranks().rank == 0:
+            # findings/a-resumed-plateau-misses-the-epoch-of-its-checkpoint.sh
+            text = (
+                "Lightning leaves out the step of ReduceLROnPlateau for the epoch of the checkpoint: the learning rate "
+            )
+            _log.warning("%smay fall later than without the interruption", text)
+        for callback in self.lightning_module.trainer.callbacks:
+            if not isinstance(callback, BaseFinetuning):
+                continue
+            groups = saved.get(callback.state_key, {}).get("internal_optimizer_metadata", {})
+            for index, optimizer in enumerate(self.optimizers):
+                now, before = len(optimizer.param_groups), len(groups.get(index, ()))
+                if before > now:
+                    name = type(callback).__name__
+                    text = f"{path}: {name} had added {before - now} group(s) of parameters, which cannot be restored"
+                    fix = f"resume a checkpoint from before, or omit {name} and unfreeze in configure_optimizers"
+                    raise CheckpointError(f"{text}\n  fix: {fix}")
 
     def _load_file(self, path: Path) -> dict[str, Any]:
         """Load a single file written by Lightning's own strategies; each rank reads its rows."""

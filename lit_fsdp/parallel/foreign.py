@@ -206,6 +206,12 @@ class ForeignParts(WatchedSteps):
                 _log.warning("%suse lit_fsdp.MuonWithAdamW with use_muon in its groups for whole matrices", text)
             if self.config.is_sharded:
                 check_packed_state(optimizer, self.config.offloads, self._names)
+            if engine == "fsdp1" and is_split and not hasattr(module, "read_tensor"):  # such as [p for p if p.ndim > 1]
+                empty = next((i for i, group in enumerate(optimizer.param_groups) if not group["params"]), None)
+                given = f"fsdp1 with group {empty} of optimizer {index}, which has no parameters"
+                allowed = "groups with parameters: configure_optimizers gets this rank's shards, of one dimension each"
+                fix = f"select parameters by name, or set {self.path}.engine: fsdp2"
+                require(empty is None, f"{self.path}.engine", given, allowed, fix)
             params = [p for group in optimizer.param_groups for p in group["params"]]
             strays = [f"a tensor of shape {tuple(p.shape)}" for p in params if id(p) not in self._names]
             if strays and self.config.is_sharded:

@@ -1,11 +1,19 @@
 """Calls of a sharded module between the hooks of its root, which gather and free parameters."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
+
+from lit_fsdp.errors import ContractError
+
+_SHARDS = (
+    "outside of the forward pass of its FSDP unit a parameter is a shard (DTensor): call the module instead of using"
+    " its weight; for a penalty on weights use weight_decay of the optimizer, or the engine ddp"
+)
 
 
 class RedirectedForward:
@@ -32,8 +40,15 @@ class RedirectedForward:
         try:
             with self.strategy.precision_plugin.forward_context():
                 result = root(*args, **kwargs)
+        except (RuntimeError, NotImplementedError) as error:
+            if "DTensor" in str(error) or "does not have a sharding strategy" in str(error):
+                error.add_note(_SHARDS)
+            raise
         finally:
             self._is_inside, self._method = before, None
+        loss = result.get("loss") if isinstance(result, Mapping) else result
+        if isinstance(loss, DTensor):  # its backward pass would fail, with no word about parameters
+            raise ContractError(f"the step returns a DTensor: {_SHARDS}")
         if not torch.is_grad_enabled():
             self.strategy.reshard()
         return result

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from lit_fsdp.checkpoint.state import local_part
 from lit_fsdp.errors import require
+from lit_fsdp.models.attention import source_of
 from lit_fsdp.parallel.units import clean_name
 
 _log = logging.getLogger(__name__)
@@ -77,9 +78,18 @@ def _own_norm(param: nn.Parameter, power: float, group: Any, strategy: Any) -> t
     return norm if power == float("inf") else norm**power
 
 
-def warn_of_lightnings(parts: Iterable[Any]) -> None:
-    """Warn if the module of one of these objects imports Lightning's function, which sees only this rank's shards."""
-    for module in dict.fromkeys(type(part).__module__ for part in parts):
+def warn_of_local_norms(parts: Iterable[Any], is_flat: bool) -> None:
+    """Warn if the code of these objects computes norms that see only this rank's shards.
+
+    These are Lightning's function and, for the plain tensors of fsdp1 (``is_flat``), torch's clipping.
+    """
+    kinds: list[Any] = list(dict.fromkeys(type(part) for part in parts))
+    for cls in kinds if is_flat else ():
+        if "clip_grad_norm_(" in source_of(cls):
+            text = "%s calls clip_grad_norm_, which on fsdp1 clips by the norm of this rank's shards; use "
+            text += "self.clip_gradients(...), Trainer(gradient_clip_val=...) or the engine fsdp2"
+            _log.warning(text, cls.__name__)
+    for module in dict.fromkeys(cls.__module__ for cls in kinds):
         if any(value is grad_norm for value in vars(sys.modules[module]).values()):
             text = "%s imports lightning.pytorch.utilities.grad_norm, which sees only this rank's shards and fails on "
             _log.warning(

@@ -11,7 +11,13 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import BatchSizeFinder, EMAWeightAveraging, LambdaCallback, LearningRateFinder
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    BatchSizeFinder,
+    EMAWeightAveraging,
+    LambdaCallback,
+    LearningRateFinder,
+)
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -22,6 +28,7 @@ from lit_fsdp import CausalLMModule
 from lit_fsdp.errors import ConfigError
 from tests.dist.foreign_jobs import ForeignNetWithValidation, foreign_rows, loader, own_part
 from tests.dist.jobs import trainer_for, whole
+from tests.dist.saving_jobs import warnings_said
 
 
 class Sgd(ForeignNetWithValidation):
@@ -370,6 +377,53 @@ class Forces(ForeignNetWithValidation):
         return forces.square().mean()
 
 
+class ByShape(ForeignNetWithValidation):
+    """Decays matrices alone, as many do."""
+
+    def configure_optimizers(self) -> Any:
+        parts = [p for p in self.parameters() if p.ndim > 1], [p for p in self.parameters() if p.ndim <= 1]
+        return torch.optim.AdamW([{"params": part, "weight_decay": 0.5 * (not i)} for i, part in enumerate(parts)])
+
+
+class Penalty(ForeignNetWithValidation):
+    """Adds a penalty on all weights to its loss."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        penalty = sum(param.square().sum() for param in self.parameters())
+        return super().training_step(batch, batch_idx) + penalty
+
+
+class Clips(ForeignNetWithValidation):
+    """Clips by itself."""
+
+    def configure_gradient_clipping(self, *args: Any, **kwargs: Any) -> None:
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 0.1)
+
+
+class Plateau(ForeignNetWithValidation):
+    """Lowers its learning rate when the loss does not fall."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters())
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "loss"}}
+
+
+class Unfreezes(ForeignNetWithValidation):
+    """Trains the head first."""
+
+    @property
+    def backbone(self) -> nn.Module:
+        """As the callback looks it up."""
+        return self.layers
+
+    def configure_callbacks(self) -> list[Callback]:
+        return [BackboneFinetuning(unfreeze_backbone_at_epoch=1, lambda_func=lambda epoch: 1.5)]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(filter(lambda param: param.requires_grad, self.parameters()))
+
+
 class Clamped(nn.Sequential):
     """Changes a weight when it is called."""
 
@@ -445,14 +499,14 @@ def resumed(module: str, strategy: dict[str, Any] | None, folder: str, fails: bo
             if trainer.max_epochs == 3 and trainer.current_epoch == 2:
                 raise ArithmeticError
 
-    path = str(Path(folder) / "saved.ckpt")
+    path, said = str(Path(folder) / "saved.ckpt"), warnings_said()
     net = None
     for epochs, start in ((3 if fails else 2, None), (4, path)):
         torch.manual_seed(3)
         trainer, net = _trainer(strategy, Rates(), max_epochs=epochs), (fails and net) or globals()[module]()
         with contextlib.suppress(ArithmeticError):
             trainer.fit(net, loader(range(4)), ckpt_path=start)
-    return {"rates": rates, "weights": _weights(trainer, net)}
+    return {"rates": rates, "weights": _weights(trainer, net), "said": said}
 
 
 def validated_again(strategy: dict[str, Any], folder: str) -> list[float]:
@@ -489,7 +543,7 @@ def refused(
         for chosen in filter(None, (strategy, again)):
             _trainer(chosen, fast_dev_run=True, **options).fit(net, loader([0]))
     except Exception as error:
-        return f"{type(error).__name__}: {error}"
+        return "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
     return "nothing"
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.dist.forks import on_ranks, on_ranks_each
+from tests.dist.forks import RankError, on_ranks, on_ranks_each
 
 ENGINES = ("fsdp2", "fsdp1", "ddp")
 IN_FP32 = [{"strategy": {"engine": engine, "precision": "fp32"}} for engine in ENGINES]
@@ -75,6 +75,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("OwnState", {"contract": "error"}, f"{NOT_ALLOWED}optimizer state after the first step"),
     *(("Hooked", {"engine": e}, HOOK) for e in ENGINES[:2]),
     *(("Forces", {"engine": e}, "ContractError: a step calls torch.autograd.grad or ba") for e in ENGINES[:2]),
+    ("ByShape", {"engine": "fsdp1"}, "ConfigError: fsdp_strategy.engine: got fsdp1 with group 0 of optimizer 0, which"),
     *(("Limited", {"engine": e}, "ConfigError: Limited: got max_norm of the embedding embedding") for e in ENGINES),
 ]
 
@@ -127,6 +128,11 @@ def test_what_is_refused() -> None:
     for found, name in zip(on_ranks_each("refused", 2, writes, module="Writes"), names, strict=True):
         words = f"ContractError: the forward pass changes the parameter {name} in place, which fsdp2 would lose"
         assert all(text.startswith(words) for text in found), found
+    (penalty, by_shape) = on_ranks_each(
+        "refused", 2, [{"module": "Penalty"}, {"module": "ByShape"}], strategy={"engine": "fsdp2", "precision": "fp32"}
+    )
+    assert all("a parameter is a shard (DTensor)" in text for text in penalty), penalty
+    assert by_shape == ["nothing"] * 2
     assert called == ["nothing"] * 2  # torch calls these hooks with the shards
     again = {"precision": "mixed", "state_dict": "full"}
     for text in on_ranks("refused", 2, module="Conv", strategy={"precision": "fp32"}, again=again):
@@ -143,6 +149,18 @@ def test_a_resume_has_the_learning_rates_and_weights_of_one_run(tmp_path: Path, 
         for found in itertools.chain(*on_ranks_each("resumed", ranks, cases, module=module)):
             assert found["rates"] == wanted["rates"]
             assert_weights(found["weights"], wanted["weights"])
+
+
+def test_what_a_resume_or_shards_change_is_said(tmp_path: Path) -> None:
+    cases = [
+        {"module": module, "strategy": {"engine": engine, "precision": "fp32"}, "folder": str(tmp_path / module)}
+        for module, engine in (("Plateau", "fsdp2"), ("Clips", "fsdp1"), ("Unfreezes", "fsdp2"))
+    ]
+    (plateau, _), (clips, _) = on_ranks_each("resumed", 2, cases[:2])
+    assert any(text.startswith("Lightning leaves out the step of ReduceLROnPlateau") for text in plateau["said"])
+    assert any(text.startswith("Clips calls clip_grad_norm_, which on fsdp1") for text in clips["said"])
+    with pytest.raises(RankError, match="BackboneFinetuning had added 1 group"):
+        on_ranks_each("resumed", 2, cases[2:])
 
 
 def test_a_resume_in_the_module_of_a_fit_that_failed(tmp_path: Path) -> None:
