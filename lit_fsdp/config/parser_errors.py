@@ -118,6 +118,9 @@ def _unknown_key(name: str, key: str, message: str, every: set[str]) -> ConfigEr
     if parent == "model" and f"model.optim.{name.rpartition('.')[2]}" in every:
         near = f"model.optim.{name.rpartition('.')[2]}"
     typo = "" if near or full.startswith(_LISTS) else fix_of_typo(wanted_key)
+    if "write model." in typo and "model.name" not in every:  # of somebody else's module
+        is_built = full.partition(".")[0] in ("optimizer", "lr_scheduler")  # by LightningCLI
+        typo = "set it in configure_optimizers of the module, or in a script with RecipeCLI(...)" if is_built else ""
     fix = f"write {near}" if near else typo or "remove it"
     fix = ELSEWHERE.get(wanted_key.rpartition(".")[2].replace("-", "_"), fix) if not is_known else fix
     fix = OTHER_SCHEDULES if full.startswith("lr_scheduler.") else fix  # as LightningCLI names it

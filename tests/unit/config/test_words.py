@@ -61,6 +61,12 @@ def test_a_word_within_an_argument_of_the_trainer_of_transformers_is_no_section(
         assert fix not in ("write model.name", "write data.train", "write resume"), (name, fix)
 
 
+def test_no_key_of_our_module_is_named_beside_another():
+    known = ["config", "model.class_path", "model.init_args", "data", "trainer.max_steps", "seed_everything"]
+    for name, fix in (("optimizer", "set it in configure_optimizers of the module"), ("learning_rat", "remove it")):
+        assert parser_error(f"unrecognized arguments: --{name} 1", known).fix.startswith(fix)
+
+
 def test_a_fix_is_a_flag_to_paste_with_the_users_value(capsys: pytest.CaptureFixture[str]):
     recipe = ["--config", "smollm2-135m_full_fsdp2_2xcpu"]
     rows = (
