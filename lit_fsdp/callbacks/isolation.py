@@ -4,7 +4,6 @@ import contextlib
 import hashlib
 import json
 import logging
-import math
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -22,7 +21,12 @@ from lit_fsdp.errors import CheckpointError, ConfigError
 from lit_fsdp.host import cache_root
 from lit_fsdp.metrics.hardware import device_name, is_accelerator
 from lit_fsdp.models.context import mixes_by_attention
-from lit_fsdp.models.packing import measure_isolation, proof_batch, tokens_of_one_scale
+from lit_fsdp.models.packing import (
+    measure_isolation,
+    proof_batch,
+    tokens_of_one_frequency,
+    tokens_of_one_scale,
+)
 from lit_fsdp.models.preference import evaluating
 from lit_fsdp.parallel.base import EngineStrategy
 
@@ -126,10 +130,14 @@ class IsolationProof(Callback):
         """Reject rows that are longer than the length up to which the proof, with its few tokens, is valid."""
         config = getattr(getattr(trainer, "datamodule", None), "config", None)
         sides = 2 if getattr(module, "is_preference", False) else 1
-        sizes = (getattr(config, name, None) for name in ("max_seq_length", "micro_batch_size"))
-        longest = max(batch["input_ids"].numel(), sides * math.prod(size or 1 for size in sizes))
+        length, rows = (getattr(config, name, None) or 1 for name in ("max_seq_length", "micro_batch_size"))
+        longest = max(batch["input_ids"].numel(), sides * length * rows)
         if longest > (reach := tokens_of_one_scale(module)):
             raise _refusal(module, f"beyond {reach:.0f} tokens it scales queries by their position in the row")
+        is_alone = sides * rows == 1 and not getattr(config, "packing", False)  # whose ranks share its positions
+        if not is_alone and length > (reach := tokens_of_one_frequency(module)):
+            text = f"beyond {reach:.0f} tokens (data.max_seq_length) a sample sets the rotary frequencies of all others"
+            raise _refusal(module, text)
 
     def prove(self, trainer: Trainer, batch: Mapping[str, Any], shares: bool = False) -> dict[str, Any]:
         """Measure isolation of samples, or of pairs with a shared prompt, for ``isolation.json``; collective.

@@ -24,10 +24,10 @@ from lit_fsdp.data.masks import Encoded, Span, SpanEncoder, added_tokens, sample
 from lit_fsdp.data.turns import REASONING, AssistantTurns, Found, Unwritten, supervised_turns
 from lit_fsdp.errors import ConfigError, DataError, require
 
-_VERSION = 9
+_VERSION = 10
 """Incremented when a change here or below alters the tokens or masks of the same rows."""
 CUT, TOO_LONG = "cut before the assistant's turn", "longer than max_seq_length"
-EMPTY, NOTHING_LEFT = "empty", "without a supervised token"
+EMPTY, NOTHING_LEFT, EQUAL = "empty", "without a supervised token", "with equal completions"
 _FEW_TOKENS = 16
 """Answers without text have fewer supervised tokens: end tokens, blanks, and empty reasoning."""
 _TEMPLATE = "data.chat_template: chatml"
@@ -245,6 +245,8 @@ class RowEncoder:
             ([one], unwritten), ([other], more) = whole[i : i + 2]
             chosen, rejected = self._cut(one, names[i], other), self._cut(other, names[i + 1], one)
             is_cut, dropped = max(chosen.truncated, rejected.truncated), chosen.dropped or rejected.dropped
+            both = [[each.input_ids.tolist() for each in side.samples] for side in (chosen, rejected)]
+            dropped = dropped or (EQUAL,) * (both[0] == both[1])
             samples = [] if dropped else chosen.samples + rejected.samples
             plain, is_empty = is_plain(sides[i]), bool(samples) and self._lacks_text(one)
             found.append(EncodedRow(samples, 0 if dropped else is_cut, dropped, unwritten or more, plain, is_empty))

@@ -52,6 +52,8 @@ def check_causal(model: Any) -> None:
         fix = "set model.config_overrides: {is_decoder: true}"
     elif config.model_type == "xlm" and not config.causal:
         fix = "set model.config_overrides: {causal: true}"
+    elif getattr(config.get_text_config(), "use_bidirectional_attention", None) in (True, "all"):  # of Gemma
+        fix = "set model.config_overrides: {use_bidirectional_attention: false}"
     elif config.model_type == "doge" and config.is_moe:
         # transformers 5.24; delete when findings/doge-mixture-routes-by-other-tokens.sh changes
         kind, fix = "a Doge model with is_moe, whose router mixes tokens and rows", "use a Doge model without is_moe"

@@ -22,6 +22,8 @@ from lit_fsdp.models.loss import IGNORED, NUM_TARGETS, ONE_ROW, next_targets, ow
 
 # batch keys that a model or its loss may get
 INPUTS = ("input_ids", "attention_mask", "labels", "position_ids", NUM_TARGETS)
+BY_LONGEST = {"longrope", "dynamic"}
+"""Rotary encodings whose frequencies depend on the longest sample of a batch."""
 _BY_BORDERS = ("flash_attention", BY_SAMPLE)
 
 
@@ -199,6 +201,22 @@ def tokens_of_one_scale(model: torch.nn.Module) -> float:
     """
     scaled = (m for m in model.modules() if getattr(m, "attn_temperature_tuning", False) and hasattr(m, "floor_scale"))
     return min((float(m.floor_scale) for m in scaled if not getattr(m, "use_rope", True)), default=math.inf)  # type: ignore[arg-type]
+
+
+def tokens_of_one_frequency(model: torch.nn.Module) -> float:
+    """Longest sample up to which rotary frequencies do not depend on the longest sample of the batch.
+
+    With the types ``longrope`` and ``dynamic`` they do beyond the original length (transformers 5.24).
+    """
+    found = [math.inf]
+    for module in model.modules():
+        kinds: Any = getattr(module, "rope_type", None)
+        for layers, kind in kinds.items() if isinstance(kinds, dict) else [(None, kinds)]:
+            if kind in BY_LONGEST:
+                rope: Any = module.config.rope_parameters  # type: ignore[union-attr]
+                original = (rope if layers is None else rope[layers]).get("original_max_position_embeddings")
+                found.append(float(original or module.original_max_seq_len))  # type: ignore[arg-type]
+    return min(found)
 
 
 def measure_isolation(

@@ -14,9 +14,7 @@ from lit_fsdp.errors import require
 from lit_fsdp.models.attention import BY_SAMPLE
 from lit_fsdp.models.context import ContextGroup, mixes_by_attention
 from lit_fsdp.models.loss import ONE_ROW, balance_of, next_targets, owner_of_head
-from lit_fsdp.models.packing import model_inputs, one_row
-
-_BY_LONGEST = {"longrope", "dynamic"}
+from lit_fsdp.models.packing import BY_LONGEST, model_inputs, one_row
 
 
 class RowParts(ContextGroup):
@@ -89,7 +87,7 @@ def share_longest(model: nn.Module) -> None:
     for owner in model.modules():
         for rotary in owner.children():
             kinds = getattr(rotary, "rope_type", None)
-            if not _BY_LONGEST.isdisjoint(kinds.values() if isinstance(kinds, dict) else [kinds]):
+            if not BY_LONGEST.isdisjoint(kinds.values() if isinstance(kinds, dict) else [kinds]):
                 longest = _Longest()
                 owner.register_forward_pre_hook(longest.find, with_kwargs=True)
                 rotary.register_forward_pre_hook(longest.add, with_kwargs=True)

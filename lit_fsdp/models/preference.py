@@ -29,6 +29,7 @@ from lit_fsdp.models.loss import (
     token_losses,
 )
 
+_LEAST_DOUBT = 1e-7  # of a mean log-probability, in fp32
 PAIR_COUNTS = (
     *("pairs", "loss", "rewards/chosen", "rewards/rejected", "rewards/accuracies", "logps/chosen", "logps/rejected"),
     "nll_loss",
@@ -106,7 +107,8 @@ def pair_losses(
         means_2P = scores_2P / counts_2P
         return (means_2P[0] - means_2P[1] - 1 / (2 * config.beta)).square(), rewards_2P
     if config.loss == "orpo":
-        odds_2P = scores_2P - torch.log(-torch.expm1(scores_2P))
+        # a certain answer has a score of 0, whose odds are infinite
+        odds_2P = scores_2P - torch.log(-torch.expm1(scores_2P.clamp(max=-_LEAST_DOUBT)))
         return -config.beta * F.logsigmoid(odds_2P[0] - odds_2P[1]), rewards_2P
     margin_P = rewards_2P[0] - rewards_2P[1] - (config.gamma if config.loss == "simpo" else 0.0)
     smooth = config.label_smoothing

@@ -57,6 +57,9 @@ def test_both_sides_are_cut_behind_the_same_tokens():
             found = _encode(turned, "preference", max_seq_length=limit, truncation=truncation)
             assert [_shown(side).replace("+", "") for side in found.samples] == [s.replace("+", "") for s in sides]
             assert (found.truncated, bool(found.dropped)) == (limit < 18 and bool(sides), not sides)
+    for equal, limit in (({"prompt": "0", "chosen": "ab", "rejected": "ab"}, 9), ({**row, "rejected": "abcd"}, 13)):
+        found = _encode(equal, "preference", max_seq_length=limit, truncation="end")
+        assert (found.samples, found.dropped) == ([], ("with equal completions",))
     blank = {"prompt": "a b a b ", "chosen": "a", "rejected": "[ b b"}  # which goes with the word behind it, if it can
     for limit in (8, 7, 6):
         found = _encode(blank, "preference", metaspace_tokenizer(), max_seq_length=limit, truncation="start")

@@ -72,6 +72,9 @@ def test_an_audit_needs_no_package(tiny):
         ("xlm", {}, "set model.config_overrides: {causal: true}"),
         ("doge", {"is_moe": True, "num_experts": 16}, "use a Doge model without is_moe"),
         ("doge", {}, ""),
+        ("gemma", {"use_bidirectional_attention": True}, "config_overrides: {use_bidirectional_attention: false}"),
+        ("gemma4_text", {"use_bidirectional_attention": "all"}, "{use_bidirectional_attention: false}"),
+        ("gemma", {}, ""),
         ("llama", {}, ""),
     ],
 )

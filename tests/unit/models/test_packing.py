@@ -10,14 +10,21 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AttentionInterface, AutoModelForCausalLM, masking_utils
+from transformers import AttentionInterface, AutoModelForCausalLM, LlamaConfig, masking_utils
 
 from lit_fsdp.config.model import WITHOUT_SDPA
 from lit_fsdp.data.batches import collate, collate_packs
 from lit_fsdp.models import attention
 from lit_fsdp.models.attention import by_sample
 from lit_fsdp.models.loss import causal_lm_forward, plan_loss, sample_losses
-from lit_fsdp.models.packing import Isolation, last_hidden_states, measure_isolation, model_inputs, tokens_of_one_scale
+from lit_fsdp.models.packing import (
+    Isolation,
+    last_hidden_states,
+    measure_isolation,
+    model_inputs,
+    tokens_of_one_frequency,
+    tokens_of_one_scale,
+)
 from tests.unit.models.families import FAMILIES as FAMILIES_OF_ALL
 from tests.unit.models.families import FEW, random_model, tiny
 
@@ -131,6 +138,18 @@ def test_llama_4_scales_queries_by_their_position_in_the_row():
         assert tokens_of_one_scale(model) == floor_scale
         assert (_isolation(model).moved > 1e-3) is leaks
     assert tokens_of_one_scale(random_model("llama4_text", True)) == math.inf
+
+
+def test_samples_beyond_the_original_length_set_the_frequencies_of_others():
+    rope = {"rope_theta": 1e4, "factor": 4.0}
+    factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "original_max_position_embeddings": 24}
+    for kind, more, reach in (("dynamic", {}, 32), ("longrope", factors, 24), ("linear", {}, math.inf)):
+        config = LlamaConfig(
+            **{"vocab_size": 64, "hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1},
+            **{"intermediate_size": 32, "max_position_embeddings": 32},
+            rope_parameters={"rope_type": kind, **rope, **more},
+        )
+        assert tokens_of_one_frequency(AutoModelForCausalLM.from_config(config)) == reach
 
 
 @pytest.mark.parametrize("family", [family for family in WITHOUT_SDPA if family in FAMILIES_OF_ALL])

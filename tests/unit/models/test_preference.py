@@ -22,7 +22,7 @@ from lit_fsdp.models.packing import (
     pairs_in_one_row,
     rows_of_pairs,
 )
-from lit_fsdp.models.preference import PAIR_COUNTS, preference_forward
+from lit_fsdp.models.preference import PAIR_COUNTS, pair_losses, preference_forward
 from tests.unit.models.families import random_model
 
 CASES = [
@@ -33,6 +33,15 @@ CASES = [
     {"loss": "simpo", "beta": 2.0, "gamma": 0.7, "label_smoothing": 0.1},
 ]
 REFERENCE = torch.tensor([[-31.0, -22.0, 0.0], [-20.0, -37.0, 0.0]])
+
+
+def test_odds_of_a_certain_answer_are_finite():
+    logps = torch.tensor([[0.0, -3.0, 0.0], [-3.0, 0.0, 0.0]], requires_grad=True)
+    losses, _ = pair_losses(PreferenceConfig(loss="orpo"), logps, torch.ones(2, 3), None)
+    losses.sum().backward()
+    assert losses.isfinite().all()
+    assert logps.grad.isfinite().all()
+    assert losses[0] < losses[2] < losses[1]
 
 
 def _model() -> LlamaForCausalLM:
