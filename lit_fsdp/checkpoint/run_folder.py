@@ -87,7 +87,8 @@ def choose(
 ) -> list[Path]:
     """Resolve ``last`` (newest complete step), ``best`` (by ``monitor``) or a path to folders, in order of preference.
 
-    For errors, ``flag`` is the one that gives ``word_or_path``.
+    A path may be that of a checkpoint, or as in :func:`named_checkpoint`. For errors, ``flag`` is the one that gives
+    ``word_or_path``.
 
     Raises:
         CheckpointError: There is no checkpoint, the path is not a checkpoint, or a possibly preferred checkpoint is
@@ -99,6 +100,8 @@ def choose(
         near = ["last"] if word.lower() in ("true", "auto", "latest") else get_close_matches(word, ("last", "best"), 1)
         allowed, fix = "last, best or the path of a checkpoint", f"write --ckpt_path {''.join(near)}"
         require(path.exists() or not near, "ckpt_path", word, allowed, fix)
+        is_in_run = not path.exists() and path.parent != Path() and (path.parent / FOLDER).is_dir()
+        path = named_checkpoint(path) if is_in_run or (path / FOLDER).is_dir() else path
         disk.restore(path)
         read_manifest(path)
         return [path]

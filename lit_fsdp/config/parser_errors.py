@@ -187,6 +187,8 @@ def _wrong_value(key: str, message: str) -> ConfigError:
     lines = _lines_of(message)
     if "a list" in shown and len(lines) > 1:
         fix = f"write {key}: [{', '.join(lines)}]"
+    elif key == "model.lora" and given.strip("'").isdecimal():
+        fix = f"write model.lora.r: {given}"
     elif key == "model.lora" or ("a list" in shown and is_item):
         fix = f"write {section_fix(key) if key == 'model.lora' else f'{key}: [{given}]'}"
     elif key == "data.columns" and given == "null":  # YAML reads {prompt:question} as a key without a value

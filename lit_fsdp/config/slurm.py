@@ -66,7 +66,7 @@ class SlurmConfig:
     env_file: str | None = None
     """Shell file to source before the run, e.g. to load modules."""
     setup: list[str] | None = None
-    """Shell lines to run before the run, once per job on its first node; a failing line ends the job."""
+    """Shell lines to run before the run, once per job on its first node, on the host; a failing line ends the job."""
     extra: list[str] | None = None
     """Further options of sbatch, one per entry, e.g. [--exclusive, --mail-type=END]."""
     command: list[str] | None = None

@@ -101,8 +101,12 @@ OF_ACCELERATE = under("deepspeed_config", {
 def convert_deepspeed(conversion: Conversion, values: dict[str, Any], _: Path, ranks: int | None) -> None:
     """Convert a DeepSpeed configuration."""
     source = Source(conversion, _DEEPSPEED, values)
+    autos = [name for name in ("bf16", "fp16") if source.look(f"{name}.enabled") == "auto"]
     _put_stage(conversion, source, ranks)
     _put_rest(conversion, source, values, ranks)
+    if autos and conversion.get("precision.mode") == "fp32":
+        text = f"Set trainer.strategy.init_args.precision, now fp32: the file leaves it to --{' or --'.join(autos)}"
+        conversion.to_give.append(f"{text} of the Trainer.")
 
 
 def put_deepspeed(conversion: Conversion, source: Source, folder: Path, ranks: int | None) -> Callable[[], None] | None:

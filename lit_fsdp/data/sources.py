@@ -208,6 +208,9 @@ def _files(name: str) -> list[str]:
     """Return the files of a source, or ``generated:N``; empty for a name on the hub."""
     if name.startswith(GENERATED):
         return [name]
+    if re.fullmatch(r"0?\.\d+", name):
+        fix = f"set data.val_split: {name} for a share of the rows of data.train"
+        raise DataError(f"{name}: a number, not a source of rows\n  fix:     {fix}")
     # os.path returns False where pathlib raises: a name too long, a missing home folder
     path = os.path.expanduser(name)
     folder, _, split = path.rpartition(":")

@@ -292,7 +292,7 @@ class AssistantTurns:
 
     def _marked(self, rendered: _Rendered, turns: dict[int, _Turn], index: int, marks: Sequence[Span]) -> list[Span]:
         """Return the marks of one turn up to the following special token; none if they do not cover its content."""
-        spans = [mark for mark in marks if _owner(rendered.runs, turns, mark) == index]
+        spans = [mark for mark in marks if _owner(rendered, turns, mark) == index]
         tags = [tag for run in turns[index].runs for tag in run if tag.kind != _THOUGHT]
         holders = [[end for start, end in spans if start <= tag.position <= end] for tag in tags]
         if not tags or not all(holders):
@@ -417,11 +417,18 @@ def _read_tags(tagged: str) -> tuple[str, list[_Tag]]:
     return "".join(texts[::3]), tags
 
 
-def _owner(runs: Sequence[list[_Tag]], turns: dict[int, _Turn], mark: Span) -> int | None:
-    """Return the message that a mark belongs to; ``None`` if it covers several messages."""
-    inside = {tag.message for run in runs for tag in run if mark[0] <= tag.position <= mark[1]}
+def _owner(rendered: _Rendered, turns: dict[int, _Turn], mark: Span) -> int | None:
+    """Return the message that a mark belongs to; ``None`` for several messages, or one of another role."""
+    inside = {tag.message for run in rendered.runs for tag in run if mark[0] <= tag.position <= mark[1]}
+    if inside:
+        return inside.pop() if len(inside) == 1 else None
     begun = [index for index, turn in turns.items() if 0 <= turn.start <= mark[0]]
-    return (inside.pop() if len(inside) == 1 else None) if inside else begun[-1] if begun else None
+    if not begun:
+        return None
+    turn = turns[begun[-1]]
+    last = max((tag.position for run in turn.runs for tag in run), default=turn.start)
+    behind = rendered.text[last : mark[1]]  # where another turn may have begun
+    return None if any(opener in behind for opener in turn.openers) else begun[-1]
 
 
 def _is_whole(message: Message, turn: _Turn, body: str) -> bool:

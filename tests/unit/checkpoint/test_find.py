@@ -32,6 +32,9 @@ def test_last_best_and_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         ("best", "loss", "max", [1, 3, 2]),
         ("best", "accuracy", "max", [1]),
         (step_folder(tmp_path, 2), "loss", "min", [2]),
+        (tmp_path, "loss", "min", [4]),
+        (tmp_path / "last", "loss", "min", [4]),
+        (tmp_path / "step-00000003", "loss", "min", [3]),
         ("~/checkpoints/step-00000001", "loss", "min", [1]),
     ):
         found = pick(tmp_path, word, monitor=monitor, mode=mode)
@@ -39,7 +42,7 @@ def test_last_best_and_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(CheckpointError, match=r"has a value of bleu, only of accuracy, loss; use last"):
         pick(tmp_path, "best", monitor="bleu")
     with pytest.raises(CheckpointError, match=r"manifest\.json: missing, so this is not a checkpoint; use a folder"):
-        pick(tmp_path, tmp_path)
+        pick(tmp_path, tmp_path / "checkpoints")
     for word, fix in (("lst", "last"), ("bets", "best"), ("latest", "last")):
         with pytest.raises(ConfigError, match=f"write --ckpt_path {fix}"):
             pick(tmp_path, word)

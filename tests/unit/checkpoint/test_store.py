@@ -81,6 +81,7 @@ def test_what_does_not_fit_is_ten_names_and_of_optimizers_one_sentence(save):
     assert str(error.value).splitlines()[1:] == [
         *(f"  missing in the checkpoint: model/model.{n:02}" for n in range(10)),
         "  ... and 80 more",
+        "  fix: if on_save_checkpoint drops them, set strict_loading = False in the module",
     ]
 
 

@@ -56,6 +56,7 @@ def test_every_auto_is_named() -> None:
     assert not alone.differs
     assert alone.recipe["model"]["optim"]["lr"] == 5e-5
     assert any("auto in" in line and "optimizer.params.lr" in line for line in alone.to_give)
+    assert "now fp32: the file leaves it to --bf16 or --fp16 of the Trainer." in " ".join(alone.to_give)
 
 
 def test_a_file_named_inside_is_read_beside_it(tmp_path: Path) -> None:

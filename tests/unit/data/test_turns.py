@@ -125,6 +125,16 @@ def _calls(text: str = "", **more: Any) -> list[dict[str, Any]]:
     return [*say("u:1"), call, {**say("t:cold")[0], "tool_call_id": "c1"}, *say("a:It is.")]
 
 
+def test_marks_around_all_messages_supervise_those_of_the_assistant(small: Any):
+    inside = "{% generation %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endgeneration %}"
+    outside = "<|im_start|>{% generation %}{{ m.role }}\n{{ m.content }}{% endgeneration %}<|im_end|>\n"
+    for one in (inside, outside):
+        template = f"{{% for m in messages %}}{one}{{% endfor %}}{ASKED}"
+        parts = shown(small, encode(small, template, say(*FOUR))).split("⟦")[1:]
+        found = "".join(part.partition("⟧")[0] for part in parts)
+        assert [number in found for number in "1234"] == [False, True, False, True], (one, found)
+
+
 def _content_marked(header: str, end: str, last: str = "") -> str:
     """Marks around what turns say alone; what stands before and behind turns, and behind the conversation."""
     return (
