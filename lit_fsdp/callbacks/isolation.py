@@ -134,8 +134,8 @@ class IsolationProof(Callback):
         longest = max(batch["input_ids"].numel(), sides * length * rows)
         if longest > (reach := tokens_of_one_scale(module)):
             raise _refusal(module, f"beyond {reach:.0f} tokens it scales queries by their position in the row")
-        is_alone = sides * rows == 1 and not getattr(config, "packing", False)  # whose ranks share its positions
-        if not is_alone and length > (reach := tokens_of_one_frequency(module)):
+        is_row = "cu_seq_lens" in batch or batch.keys() == {"input_ids"}  # of packed samples, or of pairs to come
+        if is_row and length > (reach := tokens_of_one_frequency(module)):
             text = f"beyond {reach:.0f} tokens (data.max_seq_length) a sample sets the rotary frequencies of all others"
             raise _refusal(module, text)
 

@@ -16,7 +16,7 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from lit_fsdp.config.data import COLUMNS, DataConfig, RowFormat, Sources
-from lit_fsdp.data.encode import CUT, NOTHING_LEFT, TOO_LONG, EncodedRow, RowEncoder
+from lit_fsdp.data.encode import CUT, EQUAL, NOTHING_LEFT, TOO_LONG, EncodedRow, RowEncoder
 from lit_fsdp.data.readers import RawRow, Row
 from lit_fsdp.data.sources import Source, content_hash, find_sources
 from lit_fsdp.data.workers import load
@@ -39,6 +39,7 @@ _VERSION = 14
 _FIXES = {
     CUT: "increase data.max_seq_length, or set data.truncation: start",
     TOO_LONG: "increase data.max_seq_length",
+    EQUAL: "remove these pairs; those that differ only later need a larger data.max_seq_length",
     NOTHING_LEFT: "each row needs an assistant message or a completion; data.turns.roles maps the names of roles",
 }
 """Fixes for a source without supervised tokens, by the reason of most of its dropped rows."""
@@ -90,7 +91,7 @@ def prepare_rows(sources: Sources, config: DataConfig, encoder: RowEncoder) -> T
     One caller tokenizes with ``data.num_tokenizers`` worker processes; the result does not depend on their number.
 
     Raises:
-        DataError: A source or row is invalid, or no token of any row is supervised.
+        DataError: A source or row is invalid, or no row is left with supervised tokens.
         CheckpointError: The cache cannot be written.
     """
     found = find_sources(sources, config)
@@ -134,7 +135,9 @@ def nothing_supervised(name: str, dropped: dict[str, int], refused: Sequence[str
     """Build the error for a source without supervised tokens, with the first of its invalid rows."""
     reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.items()) or "0"
     first = "".join(f"\n  first invalid row: {line.splitlines()[0]}" for line in refused[:1])
-    return DataError(f"{name}: no token of any row is supervised; rows dropped: {reasons}{first}{_fix_for(dropped)}")
+    return DataError(
+        f"{name}: no row is left with supervised tokens; rows dropped: {reasons}{first}{_fix_for(dropped)}"
+    )
 
 
 def _fix_for(dropped: dict[str, int]) -> str:

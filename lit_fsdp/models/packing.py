@@ -213,9 +213,10 @@ def tokens_of_one_frequency(model: torch.nn.Module) -> float:
         kinds: Any = getattr(module, "rope_type", None)
         for layers, kind in kinds.items() if isinstance(kinds, dict) else [(None, kinds)]:
             if kind in BY_LONGEST:
-                rope: Any = module.config.rope_parameters  # type: ignore[union-attr]
+                rope: Any = getattr(getattr(module, "config", None), "rope_parameters", {})
                 original = (rope if layers is None else rope[layers]).get("original_max_position_embeddings")
-                found.append(float(original or module.original_max_seq_len))  # type: ignore[arg-type]
+                known: Any = getattr(module, "original_max_seq_len", math.inf)  # all that dynamic knows
+                found.append(float(original if original and kind == "longrope" else known))
     return min(found)
 
 

@@ -296,7 +296,7 @@ class Checkpoints:
 
         state = ranks.own(what, lambda: with_sharded(state, target))
         if restores:
-            self._check_restored(path, state.get("callbacks", {}))
+            self._check_restored(path, state)
         templates |= targets
         strict = self.lightning_module.strict_loading
         if not strict:
@@ -324,10 +324,13 @@ class Checkpoints:
             state["state_dict"] = model  # Lightning's WeightAveraging reads its averages here
         return state
 
-    def _check_restored(self, path: Path, saved: Mapping[str, Any]) -> None:
+    def _check_restored(self, path: Path, state: Mapping[str, Any]) -> None:
         """Refuse a state that a callback of Lightning cannot restore; warn of a step that Lightning leaves out."""
-        configs = getattr(self, "lr_scheduler_configs", [])
-        if any(config.reduce_on_plateau and config.interval == "epoch" for config in configs) and Ranks().rank == 0:
+        configs, saved = getattr(self, "lr_scheduler_configs", []), state.get("callbacks", {})
+        progress = state.get("loops", {}).get("fit_loop", {}).get("epoch_loop.batch_progress", {})
+        is_end = progress.get("is_last_batch", False) and not path.name.startswith(".")  # else of a finder
+        by_epoch = any(config.reduce_on_plateau and config.interval == "epoch" for config in configs)
+        if is_end and by_epoch and Ranks().rank == 0:
             # findings/a-resumed-plateau-misses-the-epoch-of-its-checkpoint.sh
             text = (
                 "Lightning leaves out the step of ReduceLROnPlateau for the epoch of the checkpoint: the learning rate "

@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -21,6 +22,7 @@ from lit_fsdp.config.strategy import OTHER_OPTIMIZER, StrategyConfig, check_opti
 from lit_fsdp.data.batches import Resumable
 from lit_fsdp.errors import ContractError, require
 from lit_fsdp.metrics.hardware import is_accelerator
+from lit_fsdp.models.attention import source_of
 from lit_fsdp.parallel.alike import check_alike, ending_together
 from lit_fsdp.parallel.checkpointing import check_packed_state
 from lit_fsdp.parallel.precision import TORCH_DTYPES, cast_inputs
@@ -29,6 +31,7 @@ from lit_fsdp.parallel.units import UnitPlan, clean_name, packed_weights, units_
 from lit_fsdp.parallel.watching import WatchedSteps
 
 _log = logging.getLogger(__name__)
+_DIMENSIONS = re.compile(r"\.(ndim|dim\(\)|ndimension\(\))")
 _WHOLE_WEIGHTS = ("StochasticWeightAveraging", "WeightAveraging", "EMAWeightAveraging", "ModelPruning")
 """Lightning callbacks that average or sort whole weights, while a rank has only shards."""
 
@@ -206,12 +209,8 @@ class ForeignParts(WatchedSteps):
                 _log.warning("%suse lit_fsdp.MuonWithAdamW with use_muon in its groups for whole matrices", text)
             if self.config.is_sharded:
                 check_packed_state(optimizer, self.config.offloads, self._names)
-            if engine == "fsdp1" and is_split and not hasattr(module, "read_tensor"):  # such as [p for p if p.ndim > 1]
-                empty = next((i for i, group in enumerate(optimizer.param_groups) if not group["params"]), None)
-                given = f"fsdp1 with group {empty} of optimizer {index}, which has no parameters"
-                allowed = "groups with parameters: configure_optimizers gets this rank's shards, of one dimension each"
-                fix = f"select parameters by name, or set {self.path}.engine: fsdp2"
-                require(empty is None, f"{self.path}.engine", given, allowed, fix)
+            if engine == "fsdp1" and is_split and not hasattr(module, "read_tensor"):
+                self._check_groups(index, optimizer)
             params = [p for group in optimizer.param_groups for p in group["params"]]
             strays = [f"a tensor of shape {tuple(p.shape)}" for p in params if id(p) not in self._names]
             if strays and self.config.is_sharded:
@@ -223,6 +222,21 @@ class ForeignParts(WatchedSteps):
             why = max(Ranks().run("trying the optimizer", functools.partial(refusal_of, optimizer, flat, saves)))
             given, allowed = f"{name} with {self.path}.engine: {engine}", f"an optimizer that works with it ({why})"
             require(not why, "model.optim.class_path", given, allowed, OTHER_OPTIMIZER)
+
+    def _check_groups(self, index: int, optimizer: Any) -> None:
+        """Refuse groups by dimensions under fsdp1, whose shards have one; warn of other groups without parameters."""
+        groups = enumerate(optimizer.param_groups)
+        own = next((number for number, group in groups if not group["params"]), -1)
+        empty = min(Ranks().run("comparing groups", lambda: own))  # on some ranks only: of empty shards
+        if empty < 0:
+            return
+        why = "in configure_optimizers, parameters are this rank's shards, of one dimension each"
+        by_dims = _DIMENSIONS.search(source_of(type(self.lightning_module).configure_optimizers))
+        given = f"fsdp1 with group {empty} of optimizer {index}, which has no parameters"
+        fix = f"select parameters by name, or set {self.path}.engine: fsdp2"
+        require(not by_dims, f"{self.path}.engine", given, f"groups with parameters: {why}", fix)
+        if dist.get_rank() == 0:
+            _log.warning("group %d of optimizer %d has no parameters; on fsdp1, %s", empty, index, why)
 
     def on_train_end(self) -> None:
         """Warn about averaging callbacks of Lightning that still have the initial weights."""

@@ -46,8 +46,10 @@ class RedirectedForward:
             raise
         finally:
             self._is_inside, self._method = before, None
-        loss = result.get("loss") if isinstance(result, Mapping) else result
-        if isinstance(loss, DTensor):  # its backward pass would fail, with no word about parameters
+        loss = result.get("loss", None) if isinstance(result, Mapping) else result
+        module = self.strategy.lightning_module
+        is_loss = getattr(method, "__name__", "") == "training_step" and module.automatic_optimization
+        if is_loss and isinstance(loss, DTensor):  # its backward pass would fail, with no word about parameters
             raise ContractError(f"the step returns a DTensor: {_SHARDS}")
         if not torch.is_grad_enabled():
             self.strategy.reshard()

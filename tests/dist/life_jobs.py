@@ -385,6 +385,14 @@ class ByShape(ForeignNetWithValidation):
         return torch.optim.AdamW([{"params": part, "weight_decay": 0.5 * (not i)} for i, part in enumerate(parts)])
 
 
+class ByName(ForeignNetWithValidation):
+    """Decays all but norms, of which it has none."""
+
+    def configure_optimizers(self) -> Any:
+        parts = [[p for n, p in self.named_parameters() if ("norm" in n) == is_norm] for is_norm in (False, True)]
+        return torch.optim.AdamW([{"params": part, "weight_decay": 0.5 * (not i)} for i, part in enumerate(parts)])
+
+
 class Penalty(ForeignNetWithValidation):
     """Adds a penalty on all weights to its loss."""
 

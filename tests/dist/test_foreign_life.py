@@ -128,11 +128,12 @@ def test_what_is_refused() -> None:
     for found, name in zip(on_ranks_each("refused", 2, writes, module="Writes"), names, strict=True):
         words = f"ContractError: the forward pass changes the parameter {name} in place, which fsdp2 would lose"
         assert all(text.startswith(words) for text in found), found
-    (penalty, by_shape) = on_ranks_each(
-        "refused", 2, [{"module": "Penalty"}, {"module": "ByShape"}], strategy={"engine": "fsdp2", "precision": "fp32"}
-    )
+    allowed = [{"module": "Penalty", "engine": "fsdp2"}, {"module": "ByShape", "engine": "fsdp2"}]
+    allowed.append({"module": "ByName", "engine": "fsdp1"})
+    cases = [{"module": c["module"], "strategy": {"engine": c["engine"], "precision": "fp32"}} for c in allowed]
+    penalty, by_shape, by_name = on_ranks_each("refused", 2, cases)
     assert all("a parameter is a shard (DTensor)" in text for text in penalty), penalty
-    assert by_shape == ["nothing"] * 2
+    assert by_shape == by_name == ["nothing"] * 2
     assert called == ["nothing"] * 2  # torch calls these hooks with the shards
     again = {"precision": "mixed", "state_dict": "full"}
     for text in on_ranks("refused", 2, module="Conv", strategy={"precision": "fp32"}, again=again):

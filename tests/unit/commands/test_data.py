@@ -259,5 +259,5 @@ def test_a_stream_is_seen_by_its_first_rows(capsys: Out):
     assert splits[1].pop("from") == "the first 4 rows of a stream"
     assert splits[1].pop("sources")[0]["format"] == "messages"
     assert {name: splits[0][name] for name in splits[1]} == splits[1]
-    with pytest.raises(DataError, match="the first 1 rows of a stream: no token of any row is supervised"):
+    with pytest.raises(DataError, match="the first 1 rows of a stream: no row is left with supervised tokens"):
         inspect("--data.train", write("t.jsonl", ("u:only asked",)), "--data.streaming", "true")

@@ -143,7 +143,8 @@ def test_llama_4_scales_queries_by_their_position_in_the_row():
 def test_samples_beyond_the_original_length_set_the_frequencies_of_others():
     rope = {"rope_theta": 1e4, "factor": 4.0}
     factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "original_max_position_embeddings": 24}
-    for kind, more, reach in (("dynamic", {}, 32), ("longrope", factors, 24), ("linear", {}, math.inf)):
+    original = {"original_max_position_embeddings": 24}  # which dynamic does not read
+    for kind, more, reach in (("dynamic", original, 32), ("longrope", factors, 24), ("linear", {}, math.inf)):
         config = LlamaConfig(
             **{"vocab_size": 64, "hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1},
             **{"intermediate_size": 32, "max_position_embeddings": 32},
