@@ -21,12 +21,7 @@ from lit_fsdp.errors import CheckpointError, ConfigError
 from lit_fsdp.host import cache_root
 from lit_fsdp.metrics.hardware import device_name, is_accelerator
 from lit_fsdp.models.context import mixes_by_attention
-from lit_fsdp.models.packing import (
-    measure_isolation,
-    proof_batch,
-    tokens_of_one_frequency,
-    tokens_of_one_scale,
-)
+from lit_fsdp.models.packing import measure_isolation, proof_batch, tokens_of_one_frequency, tokens_of_one_scale
 from lit_fsdp.models.preference import evaluating
 from lit_fsdp.parallel.base import EngineStrategy
 
@@ -34,8 +29,8 @@ _log = logging.getLogger(__name__)
 _ROUNDING = {"fp32": 1e-4, "bf16": 0.05, "fp16": 0.01}
 """‖Δ‖ / ‖h‖ allowed if other tokens may change the rounding: experts and fp8 scales depend on all tokens.
 
-A state that a recurrent layer carries from sample to sample may be that small, too: nothing is allowed for those when
-samples only swap places.
+The state that a recurrent layer carries into the next sample may be as small. Models with such layers must therefore
+also stay bit-equal when samples only swap places.
 """
 _MOVED = {"fp32": 1e-3, "bf16": 0.2, "fp16": 0.1}
 """‖Δ‖ / ‖h‖ allowed between two positions of a sample in its pack; positions that never restart exceed it."""
@@ -134,7 +129,7 @@ class IsolationProof(Callback):
         longest = max(batch["input_ids"].numel(), sides * length * rows)
         if longest > (reach := tokens_of_one_scale(module)):
             raise _refusal(module, f"beyond {reach:.0f} tokens it scales queries by their position in the row")
-        is_row = "cu_seq_lens" in batch or batch.keys() == {"input_ids"}  # of packed samples, or of pairs to come
+        is_row = "cu_seq_lens" in batch or batch.keys() == {"input_ids"}  # of packed samples, or pairs
         if is_row and length > (reach := tokens_of_one_frequency(module)):
             text = f"beyond {reach:.0f} tokens (data.max_seq_length) a sample sets the rotary frequencies of all others"
             raise _refusal(module, text)

@@ -89,7 +89,7 @@ class RunRecord(Callback):
             where, root = f": {folder}" if folder else "", Path(trainer.default_root_dir)
             if folder and root.resolve() not in Path(folder).resolve().parents:
                 where += f"; this run writes to {root}"
-            if not Path(folder or "").name.startswith("."):  # else of LearningRateFinder, which goes back to it
+            if not Path(folder or "").name.startswith("."):  # not the temporary one of LearningRateFinder
                 print(f"resumed from step {checkpoint['global_step']}{where}", file=sys.stderr)
             self._changed = tuple(_changes(trainer))
             for line in self._changed:

@@ -90,7 +90,7 @@ def find_shipped(name: str) -> Path:
         ConfigError: It does not exist; the error suggests similar names.
     """
     found, near = shipped_file(name)
-    fix = f"write {near[0]}" if len(near) == 1 else "write one of these names" if near else "lit-fsdp recipes ls"
+    fix = "write one of these names" if near[1:] else f"write {near[0]}" if near else "lit-fsdp recipes ls"
     require(found, "lit-fsdp recipes", name, ", ".join(near) or "a name that lit-fsdp recipes ls prints", fix)
     assert found is not None
     return found

@@ -187,7 +187,7 @@ def pinned(sources: Sources | None) -> list[SourceConfig]:
 
 
 def check_files(config: DataConfig, splits: Sequence[str]) -> None:
-    """Look for the files of some splits, without asking the hub for other names: before a model is downloaded.
+    """Check that the files of some splits exist, before a model is downloaded; names on the hub are not looked up.
 
     Raises:
         DataError: A file or folder is missing.

@@ -64,7 +64,7 @@ def reads_inner_weights(module: nn.Module) -> bool:
 def prepare_experts(model: nn.Module) -> None:
     """Replace the forward pass of grouped experts and of peft's wrappers around experts, in place."""
     for module in model.modules():
-        is_experts = hasattr(module, "is_transposed") and not hasattr(module, "modules_to_save")  # peft's, of experts
+        is_experts = hasattr(module, "is_transposed") and not hasattr(module, "modules_to_save")  # peft's wrapper
         if reads_inner_weights(module) or is_experts:
             module.forward = functools.partial(_forward, module)  # unlike a closure, it survives copies and pickles
 
@@ -105,7 +105,7 @@ def _forward(
         factors = [f.to(weight.dtype) for f in ((first.mT, second.mT) if is_transposed else (second, first))]
         whole = torch.baddbmm(weight if weight.ndim == 3 else weight[None], *factors, alpha=scale)
         weights[name] = whole.view_as(weight)
-    # routers and other bases get their hooks, with which transformers records what routers return
+    # call the base with its hooks, with which transformers records the logits of routers
     is_called = base is not outer and "forward" not in vars(base)
     run = base if is_called else functools.partial(type(base).forward, base)
     before = {name: base.__dict__[name] for name in weights if name in base.__dict__}  # fsdp1 stores them here

@@ -325,17 +325,15 @@ class Checkpoints:
         return state
 
     def _check_restored(self, path: Path, state: Mapping[str, Any]) -> None:
-        """Refuse a state that a callback of Lightning cannot restore; warn of a step that Lightning leaves out."""
+        """Refuse a state that a callback of Lightning cannot restore; warn of a step that Lightning skips."""
         configs, saved = getattr(self, "lr_scheduler_configs", []), state.get("callbacks", {})
         progress = state.get("loops", {}).get("fit_loop", {}).get("epoch_loop.batch_progress", {})
-        is_end = progress.get("is_last_batch", False) and not path.name.startswith(".")  # else of a finder
+        is_end = progress.get("is_last_batch", False) and not path.name.startswith(".")  # a finder's temporary one
         by_epoch = any(config.reduce_on_plateau and config.interval == "epoch" for config in configs)
         if is_end and by_epoch and Ranks().rank == 0:
             # findings/a-resumed-plateau-misses-the-epoch-of-its-checkpoint.sh
-            text = (
-                "Lightning leaves out the step of ReduceLROnPlateau for the epoch of the checkpoint: the learning rate "
-            )
-            _log.warning("%smay fall later than without the interruption", text)
+            text = "Lightning skips the step of ReduceLROnPlateau for the epoch of the checkpoint, so the learning "
+            _log.warning("%srate may fall later than without the interruption", text)
         for callback in self.lightning_module.trainer.callbacks:
             if not isinstance(callback, BaseFinetuning):
                 continue

@@ -158,7 +158,7 @@ def test_what_a_resume_or_shards_change_is_said(tmp_path: Path) -> None:
         for module, engine in (("Plateau", "fsdp2"), ("Clips", "fsdp1"), ("Unfreezes", "fsdp2"))
     ]
     (plateau, _), (clips, _) = on_ranks_each("resumed", 2, cases[:2])
-    assert any(text.startswith("Lightning leaves out the step of ReduceLROnPlateau") for text in plateau["said"])
+    assert any(text.startswith("Lightning skips the step of ReduceLROnPlateau") for text in plateau["said"])
     assert any(text.startswith("Clips calls clip_grad_norm_, which on fsdp1") for text in clips["said"])
     with pytest.raises(RankError, match="BackboneFinetuning had added 1 group"):
         on_ranks_each("resumed", 2, cases[2:])
