@@ -97,11 +97,11 @@ def choose(
     word = str(word_or_path)
     if word not in ("last", "best"):
         path = Path(word_or_path).expanduser()
+        is_in_run = not path.exists() and path.parent != Path() and (path.parent / FOLDER).is_dir()
+        path = named_checkpoint(path) if is_in_run or (path / FOLDER).is_dir() else path
         near = ["last"] if word.lower() in ("true", "auto", "latest") else get_close_matches(word, ("last", "best"), 1)
         allowed, fix = "last, best or the path of a checkpoint", f"write --ckpt_path {''.join(near)}"
         require(path.exists() or not near, "ckpt_path", word, allowed, fix)
-        is_in_run = not path.exists() and path.parent != Path() and (path.parent / FOLDER).is_dir()
-        path = named_checkpoint(path) if is_in_run or (path / FOLDER).is_dir() else path
         disk.restore(path)
         read_manifest(path)
         return [path]

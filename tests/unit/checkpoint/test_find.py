@@ -39,6 +39,9 @@ def test_last_best_and_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     ):
         found = pick(tmp_path, word, monitor=monitor, mode=mode)
         assert found == [step_folder(tmp_path, step) for step in steps], (word, monitor)
+    monkeypatch.chdir(tmp_path)
+    Path("r").symlink_to(tmp_path)
+    assert pick(tmp_path, "r/last") == [step_folder(Path("r"), 4)]  # similar to last, which is another run's
     with pytest.raises(CheckpointError, match=r"has a value of bleu, only of accuracy, loss; use last"):
         pick(tmp_path, "best", monitor="bleu")
     with pytest.raises(CheckpointError, match=r"manifest\.json: missing, so this is not a checkpoint; use a folder"):
